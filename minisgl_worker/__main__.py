@@ -1,0 +1,39 @@
+"""`python -m minisgl_worker`: a worker of an engine, or the replay of a recorded run."""
+
+import argparse
+import logging
+import os
+import sys
+import threading
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="minisgl_worker", description=__doc__)
+    parser.add_argument("--steps", metavar="ADDRESS", help="channel that brings the steps")
+    parser.add_argument("--results", metavar="ADDRESS", help="channel that takes the results")
+    parser.add_argument("--death-fd", type=int, metavar="FD", help="pipe that closes when the engine ends")
+    parser.add_argument("--replay", metavar="FILE", help="run the steps that an engine recorded with --record-steps")
+    parser.add_argument("--repeat", type=int, default=1, help="with --replay: number of runs")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="minisgl worker: %(levelname)s %(message)s", stream=sys.stderr)
+    if arguments.replay:
+        from minisgl_worker.replay import replay  # it imports torch, which a worker's start must not wait for
+
+        return replay(arguments.replay, arguments.repeat)
+    if not arguments.steps or not arguments.results:
+        parser.error("--steps and --results are needed, or --replay")
+    if arguments.death_fd is not None:
+        threading.Thread(target=_exit_with_engine, args=(arguments.death_fd,), daemon=True).start()
+    from minisgl_worker.worker import Worker  # after the watcher is on
+
+    return Worker(arguments.steps, arguments.results).run()
+
+
+def _exit_with_engine(death_fd: int) -> None:
+    """Returns never: the read ends when the engine does, however that happens."""
+    os.read(death_fd, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""What one forward pass needs besides the weights (`ForwardBatch`), and what an attention backend is."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from minisgl_worker.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """Consecutive prompt tokens of one request."""
+
+    first_row: int  # of its tokens in the batch
+    num_tokens: int
+    first_position: int  # = number of tokens of this request already in the cache
+    page_ids: Tensor  # [num_pages_covered] i64, of positions 0, page_size, ... up to the last token of this row
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One packed batch: decode rows (one token each) first, then the tokens of the prefill rows. Tensors on the device."""
+
+    kv: KVCache
+    positions: Tensor  # [num_tokens] i64
+    kv_locations: Tensor  # [num_tokens] i64, page * page_size + offset: where the token's K and V go
+    num_decode: int
+    decode_page_table: Tensor  # [num_decode, max_pages_in_batch] i32
+    decode_seq_lens: Tensor  # [num_decode] i32, the current token included
+    prefills: tuple[PrefillRow, ...]
+    sampling_rows: Tensor  # [num_sampling_rows] i64: rows of the batch to sample after, decode rows then last chunks
+
+
+class AttentionBackend(Protocol):
+    """Attention over the paged cache. K and V of the batch's own tokens are in the cache when `attend` is called."""
+
+    def attend(self, query: Tensor, layer: int, batch: ForwardBatch) -> Tensor:
+        """Query and result [num_tokens, num_heads, head_dim], one dtype; rows in the batch's order."""
+        ...

@@ -1,0 +1,65 @@
+"""The `torch` backend: plain batched attention, the oracle for every other backend and the one that a CPU runs."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl.model_folder import ModelConfig
+from minisgl_worker.attention.base import ForwardBatch, PrefillRow
+
+
+class TorchAttention:
+    """Gathers each row's pages and attends with torch's own kernel. No loop over tokens, nor over decode rows."""
+
+    def __init__(self, config: ModelConfig):
+        self._windows = config.layer_windows
+        self._scale = config.head_dim**-0.5
+
+    def attend(self, query: Tensor, layer: int, batch: ForwardBatch) -> Tensor:
+        k_cache, v_cache = batch.kv.layer(layer)
+        window = self._windows[layer]
+        parts = []
+        if batch.num_decode:
+            parts.append(self._decode(query[: batch.num_decode], k_cache, v_cache, batch, window))
+        for row in batch.prefills:
+            rows = slice(row.first_row, row.first_row + row.num_tokens)
+            parts.append(self._prefill(query[rows], k_cache, v_cache, row, window))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(
+        self, query: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, window: int | None
+    ) -> Tensor:
+        """query [rows, heads, dim] over the pages of each row, all rows at once, padded to the longest."""
+        rows, table = query.shape[0], batch.decode_page_table
+        page_size, num_kv_heads, head_dim = k_cache.shape[1:]
+        length = table.shape[1] * page_size
+        flat = table.flatten()
+        key = k_cache.index_select(0, flat).view(rows, length, num_kv_heads, head_dim).transpose(1, 2)
+        value = v_cache.index_select(0, flat).view(rows, length, num_kv_heads, head_dim).transpose(1, 2)
+        positions = torch.arange(length, device=query.device)
+        visible = positions < batch.decode_seq_lens[:, None]
+        if window is not None:
+            visible &= positions >= batch.decode_seq_lens[:, None] - window
+        # Memory that nobody wrote may hold NaN, and 0 * NaN is NaN: hidden values must be replaced, not only weighted 0.
+        hidden = ~visible[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+        out = F.scaled_dot_product_attention(
+            query.view(rows, -1, 1, head_dim), key, value, visible[:, None, None, :], scale=self._scale, enable_gqa=True
+        )
+        return out.view(rows, -1, head_dim)
+
+    def _prefill(self, query: Tensor, k_cache: Tensor, v_cache: Tensor, row: PrefillRow, window: int | None) -> Tensor:
+        """query [tokens, heads, dim], the tokens of one request from first_position on, over its pages up to them."""
+        tokens, end = row.num_tokens, row.first_position + row.num_tokens
+        key = k_cache.index_select(0, row.page_ids).flatten(0, 1)[:end].transpose(0, 1)
+        value = v_cache.index_select(0, row.page_ids).flatten(0, 1)[:end].transpose(0, 1)
+        mask = None
+        if row.first_position or window is not None:
+            positions = torch.arange(end, device=query.device)
+            distance = positions[row.first_position :, None] - positions
+            mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], key[None], value[None], mask,
+            is_causal=mask is None, scale=self._scale, enable_gqa=True,
+        )  # fmt: skip
+        return out[0].transpose(0, 1)

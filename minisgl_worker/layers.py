@@ -1,0 +1,224 @@
+"""Building blocks of the models: each holds its rank's part of the weights and says where in a checkpoint they come from.
+
+Plain classes, not `nn.Module`: nothing here is trained, and a step calls some 200 of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl.model_folder import ModelConfig
+from minisgl_worker.attention.base import AttentionBackend, ForwardBatch
+from minisgl_worker.kernels.activation import silu_mul
+from minisgl_worker.kernels.linear import linear
+from minisgl_worker.kernels.norm import add_rms_norm, rms_norm
+from minisgl_worker.kernels.rope_append import qk_norm_rope_append
+from minisgl_worker.parallel import ParallelGroup
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where one piece of memory gets its values: a slice of a tensor of the checkpoint.
+
+    The slice is rows (dim 0) or columns (dim 1) `start` to `start + length`; rows of the target past it stay as they are.
+    """
+
+    name: str  # of the checkpoint's tensor, as transformers names it
+    target: Tensor  # a view of the fused, sharded place
+    full_shape: tuple[int, ...]  # the whole tensor in the checkpoint
+    dim: int = 0
+    start: int = 0
+    length: int | None = None  # None = all
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a model's weights live: the ranks, the dtype and the device."""
+
+    group: ParallelGroup
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+class RMSNorm:
+    """Root-mean-square normalisation with a weight; whole on every rank."""
+
+    def __init__(self, size: int, eps: float, place: Place):
+        self.weight = place.empty(size)
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x and result [num_tokens, size]."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual)."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def weights(self, name: str) -> Iterator[WeightSource]:
+        yield WeightSource(f"{name}.weight", self.weight, (self.weight.shape[0],))
+
+
+class ColumnLinear:
+    """Several projections of one input, fused: each rank holds a share of each one's outputs."""
+
+    def __init__(self, in_size: int, out_sizes: dict[str, tuple[int, int, int]], bias: bool, place: Place):
+        """
+        Args:
+            out_sizes: name in the checkpoint -> (whole output size, first row of this rank, rows of this rank).
+        """
+        self._parts = out_sizes
+        rows = sum(length for _, _, length in out_sizes.values())
+        self.weight = place.empty(rows, in_size)
+        self.bias = place.empty(rows) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, in_size] -> [num_tokens, sum of this rank's output sizes]."""
+        return linear(x, self.weight, self.bias)
+
+    def weights(self, name: str) -> Iterator[WeightSource]:
+        row, in_size = 0, self.weight.shape[1]
+        for part, (whole, start, length) in self._parts.items():
+            rows = slice(row, row + length)
+            yield WeightSource(f"{name}.{part}.weight", self.weight[rows], (whole, in_size), 0, start, length)
+            if self.bias is not None:
+                yield WeightSource(f"{name}.{part}.bias", self.bias[rows], (whole,), 0, start, length)
+            row += length
+
+
+class RowLinear:
+    """A projection whose input is shared among the ranks; their partial products are summed, the bias added once."""
+
+    def __init__(self, in_size: int, first: int, length: int, out_size: int, bias: bool, place: Place):
+        self._in_size, self._first, self._length = in_size, first, length
+        self.weight = place.empty(out_size, length)
+        self.bias = place.empty(out_size) if bias else None
+        self._group = place.group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """This rank's [num_tokens, length] -> the sum of all ranks' products, [num_tokens, out_size]."""
+        out = self._group.sum(linear(x, self.weight, self.bias if self._group.rank == 0 else None))
+        return out
+
+    def weights(self, name: str) -> Iterator[WeightSource]:
+        out_size = self.weight.shape[0]
+        yield WeightSource(
+            f"{name}.weight", self.weight, (out_size, self._in_size), 1, self._first, self._length
+        )
+        if self.bias is not None:
+            yield WeightSource(f"{name}.bias", self.bias, (out_size,))
+
+
+class Vocabulary:
+    """The embedding, or the output head, with the vocabulary shared among the ranks in equal, zero-padded parts."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, place: Place):
+        self.vocab_size = vocab_size
+        self._group = place.group
+        self._rows = -(-vocab_size // place.group.size)
+        self._first = place.group.rank * self._rows
+        self.weight = place.zeros(self._rows, hidden_size)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [num_tokens] i64 -> [num_tokens, hidden_size]."""
+        if self._group.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self._first
+        foreign = (local < 0) | (local >= self._rows)
+        rows = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(-1), 0)
+        return self._group.sum(rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> logits of the whole vocabulary on every rank, [num_rows, vocab_size]."""
+        return self._group.gather_columns(linear(hidden, self.weight))[:, : self.vocab_size]
+
+    def weights(self, name: str) -> Iterator[WeightSource]:
+        length = max(0, min(self._rows, self.vocab_size - self._first))
+        full = (self.vocab_size, self.weight.shape[1])
+        yield WeightSource(f"{name}.weight", self.weight[:length], full, 0, self._first, length)
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, place: Place):
+        size, hidden = config.intermediate_size, config.hidden_size
+        share = place.group.share(size, "MLP columns (intermediate_size)")
+        first = place.group.rank * share
+        parts = {name: (size, first, share) for name in ("gate_proj", "up_proj")}
+        self.gate_up = ColumnLinear(hidden, parts, config.mlp_bias, place)
+        self.down = RowLinear(size, first, share, hidden, config.mlp_bias, place)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x and result [num_tokens, hidden_size]."""
+        return self.down(silu_mul(self.gate_up(x)))
+
+    def weights(self, name: str) -> Iterator[WeightSource]:
+        yield from self.gate_up.weights(name)
+        yield from self.down.weights(f"{name}.down_proj")
+
+
+class Attention:
+    """Self-attention over the paged cache, with an optional RMS norm of each query and key head before the rotation."""
+
+    def __init__(self, config: ModelConfig, layer: int, rotary_table: Tensor, backend: AttentionBackend,
+                 place: Place, *, qk_norm: bool):  # fmt: skip
+        group, size = place.group, config.head_dim
+        self.layer, self._backend, self._rotary_table = layer, backend, rotary_table
+        num_heads = group.share(config.num_heads, "attention heads")
+        num_kv_heads, first_kv_head = share_kv_heads(config.num_kv_heads, group)
+        first = group.rank * num_heads * size
+        kv_part = (config.num_kv_heads * size, first_kv_head * size, num_kv_heads * size)
+        parts = {"q_proj": (config.num_heads * size, first, num_heads * size), "k_proj": kv_part, "v_proj": kv_part}
+        self.qkv = ColumnLinear(config.hidden_size, parts, config.attention_bias, place)
+        self.output = RowLinear(
+            config.num_heads * size, first, num_heads * size, config.hidden_size, config.attention_bias, place
+        )
+        self.q_norm = RMSNorm(size, config.rms_norm_eps, place) if qk_norm else None
+        self.k_norm = RMSNorm(size, config.rms_norm_eps, place) if qk_norm else None
+        self._eps = config.rms_norm_eps
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x and result [num_tokens, hidden_size]; K and V of these tokens are written to the cache."""
+        k_cache, v_cache = batch.kv.layer(self.layer)
+        query = qk_norm_rope_append(
+            self.qkv(x),
+            self.q_norm.weight if self.q_norm else None,
+            self.k_norm.weight if self.k_norm else None,
+            self._eps,
+            self._rotary_table,
+            batch.positions,
+            k_cache,
+            v_cache,
+            batch.kv_locations,
+        )
+        return self.output(self._backend.attend(query, self.layer, batch).flatten(1))
+
+    def weights(self, name: str) -> Iterator[WeightSource]:
+        yield from self.qkv.weights(name)
+        yield from self.output.weights(f"{name}.o_proj")
+        if self.q_norm and self.k_norm:
+            yield from self.q_norm.weights(f"{name}.q_norm")
+            yield from self.k_norm.weights(f"{name}.k_norm")
+
+
+def share_kv_heads(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
+    """(KV heads of this rank, the first of them). With more ranks than KV heads, neighbours hold the same head.
+
+    Raises:
+        ModelLoadError: neither divides the other.
+    """
+    if num_kv_heads >= group.size:
+        share = group.share(num_kv_heads, "KV heads")
+        return share, group.rank * share
+    ranks_per_head = ParallelGroup(0, num_kv_heads).share(group.size, "ranks, as replicas of KV heads,")
+    return 1, group.rank // ranks_per_head
