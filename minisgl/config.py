@@ -1,8 +1,9 @@
 """The engine's options: one frozen `EngineConfig`, built from Python keywords, flags, or the wire, and checked once."""
 
+import argparse
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -16,7 +17,15 @@ ALIASES = {
     "max_model_len": "max_seq_len",
 }
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-DTYPE_SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "fp64": "float64", "double": "float64"}
+DTYPE_SYNONYMS = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
 DEVICES = ("auto", "cpu", "cuda")
 CACHE_TYPES = ("radix", "naive")
 SCHEDULE_POLICIES = ("fcfs", "lof")
@@ -72,7 +81,12 @@ class EngineConfig:
             _check_int("cuda_graph_bs", size, 1, 65_535)
         for name, top in (("memory_ratio", 1.0), ("start_timeout_s", 1e6), ("step_timeout_s", 1e6)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= top:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not math.isfinite(value)
+                or not 0 < value <= top
+            ):
                 raise ValueError(f"{name} must be above 0 and at most {top:g}, got {value!r}")
         for name, allowed in (
             ("dtype", DTYPES), ("device", DEVICES), ("cache_type", CACHE_TYPES), ("schedule_policy", SCHEDULE_POLICIES),
@@ -128,6 +142,62 @@ class EngineConfig:
     def from_wire(cls, values: Mapping[str, Any]) -> "EngineConfig":
         """Raises `TypeError` or `ValueError` for anything that `to_wire` would not have written."""
         return cls.from_options(values["model"], {k: v for k, v in values.items() if k != "model"})
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` one flag for each option of `EngineConfig` but the model, with its aliases."""
+    for option in fields(EngineConfig):
+        if option.name == "model":
+            continue
+        names = [option.name, *(alias for alias, target in ALIASES.items() if target == option.name)]
+        flags = ["--" + name.replace("_", "-") for name in names]
+        if option.name == "use_dummy_weight":
+            parser.add_argument(*flags, "--dummy-weight", dest=option.name, action="store_true", default=None)
+        else:
+            parser.add_argument(*flags, dest=option.name, default=None, type=_FLAG_TYPES.get(option.name, int))
+
+
+def read_engine_flags(model: str, arguments: argparse.Namespace) -> EngineConfig:
+    """The config that flags of `add_engine_flags` state. Raises ValueError naming option and value."""
+    names = [option.name for option in fields(EngineConfig) if option.name != "model"]
+    return EngineConfig.from_options(
+        model, {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    )
+
+
+def engine_arguments(config: EngineConfig) -> list[str]:
+    """The command line of `python -m minisgl.engine` for a config: the inverse of `read_engine_flags`."""
+    arguments = ["--model", config.model]
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if option.name == "model" or value == option.default:
+            continue
+        flag = "--" + option.name.replace("_", "-")
+        if value is True:
+            arguments.append(flag)
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            arguments.append(f"{flag}={text}")
+    return arguments
+
+
+def _read_sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+_FLAG_TYPES: Mapping[str, Callable[[str], object]] = {
+    "dtype": str,
+    "device": str,
+    "cache_type": str,
+    "attention_backend": str,
+    "moe_backend": str,
+    "schedule_policy": str,
+    "record_steps": str,
+    "memory_ratio": float,
+    "start_timeout_s": float,
+    "step_timeout_s": float,
+    "cuda_graph_bs": _read_sizes,
+}
 
 
 def dtype_name(dtype: object) -> str:

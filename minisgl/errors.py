@@ -1,16 +1,16 @@
 """Every error that minisgl raises on purpose.
 
-    MinisglError
-    ├── InvalidRequest (also ValueError)   the caller's input; names the prompt, the value and the limit
-    ├── ModelLoadError                     the model folder; names the file
-    ├── EngineStartError                   a process did not become ready; carries its own text
-    │   └── AddressInUse                   another engine serves this address
-    ├── EngineDead                         sticky: every later call on this LLM raises it again
-    ├── EngineUnreachable                  nobody answers at the address
-    ├── Overloaded                         the queue is full; try again later
-    ├── DeadlineExceeded                   a bound on time ran out
-    └── ProtocolMismatch                   the peer speaks another version
-        └── ProtocolError                  a frame that is not a message of this version
+MinisglError
+├── InvalidRequest (also ValueError)   the caller's input; names the prompt, the value and the limit
+├── ModelLoadError                     the model folder; names the file
+├── EngineStartError                   a process did not become ready; carries its own text
+│   └── AddressInUse                   another engine serves this address
+├── EngineDead                         sticky: every later call on this LLM raises it again
+├── EngineUnreachable                  nobody answers at the address
+├── Overloaded                         the queue is full; try again later
+├── DeadlineExceeded                   a bound on time ran out
+└── ProtocolMismatch                   the peer speaks another version
+    └── ProtocolError                  a frame that is not a message of this version
 """
 
 

@@ -324,7 +324,9 @@ class Ready:
 class Result:
     step_id: int = _wire(_integer(0, 2**63 - 1))
     tokens: bytes = _wire(_packed(4))  # [num_sampling_rows] u32; FAILED_ROW_BIT marks a row with a non-finite logit
-    logprob_ids: bytes = _wire(_packed(4))  # i32: for each sampling row that asked for k, k + 1 items: chosen, then best
+    logprob_ids: bytes = _wire(
+        _packed(4)
+    )  # i32: for each sampling row that asked for k, k + 1 items: chosen, then best
     logprob_values: bytes = _wire(_packed(4))  # f32, likewise
 
 

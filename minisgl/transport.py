@@ -4,8 +4,8 @@
     PairChannel             one engine, one worker, one direction of work: `steps` or `results`
     memory_pair()           the in-memory twin of two connected PairChannels, for tests
 
-A channel belongs to one thread. Sending never blocks: a send that would is `ChannelBlocked` (PairChannel, ClientChannel) or
-False (ServerChannel). Frames larger than `MAX_FRAME_BYTES` never leave `encode`, since ZeroMQ would drop them silently.
+A channel belongs to one thread. Sending never blocks: a send that would is `ChannelBlocked` (PairChannel, ClientChannel)
+or False (ServerChannel). Frames larger than `MAX_FRAME_BYTES` never leave `encode`, since ZeroMQ would drop them silently.
 """
 
 import fcntl
@@ -30,6 +30,10 @@ MAX_IPC_PATH_BYTES = 107  # sun_path of a Unix socket
 
 class ChannelBlocked(MinisglError):
     """The peer does not take messages any more."""
+
+
+class PeerGone(MinisglError):
+    """The peer has closed its end."""
 
 
 class Channel(Protocol):
@@ -122,11 +126,17 @@ class ServerChannel:
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, client: bytes, message: Message) -> bool:
-        """False when the client is gone or does not read; the message is then not delivered."""
+        """False when the client does not read at the moment; the message is then not delivered.
+
+        Raises:
+            PeerGone: the client has left.
+        """
         try:
             self._socket.send_multipart([client, encode(message)], zmq.DONTWAIT)
-        except (zmq.Again, zmq.ZMQError):
+        except zmq.Again:
             return False
+        except zmq.ZMQError as error:
+            raise PeerGone(f"the client is gone: {error}") from None
         return True
 
     def receive(self) -> tuple[bytes, Message | ProtocolError] | None:
@@ -251,12 +261,16 @@ def check_address(address: str) -> None:
     if address.startswith("ipc:///"):
         path = address.removeprefix("ipc://")
         if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
-            raise ValueError(f"socket path {path} has {len(os.fsencode(path))} bytes, limit {MAX_IPC_PATH_BYTES}; use a shorter folder")
+            raise ValueError(
+                f"socket path {path} has {len(os.fsencode(path))} bytes, limit {MAX_IPC_PATH_BYTES}; use a shorter folder"
+            )
         return
     if address.startswith("tcp://"):
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         if host in ("", "*", "0.0.0.0", "[::]", "::"):
-            raise ValueError(f"address {address} would listen on every interface; name one, such as tcp://127.0.0.1:{port or 'PORT'}")
+            raise ValueError(
+                f"address {address} would listen on every interface; name one, such as tcp://127.0.0.1:{port or 'PORT'}"
+            )
         if port.isdecimal() and int(port) < 2**16:
             return
     raise ValueError(f"address must be ipc:///path or tcp://127.0.0.1:PORT, got {address!r}")
@@ -293,7 +307,9 @@ def _lock_address(ipc_path: Path) -> int:
         except BlockingIOError:
             holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
             os.close(fd)
-            raise AddressInUse(f"ipc://{ipc_path} is served by another engine (process {holder or 'unknown'})") from None
+            raise AddressInUse(
+                f"ipc://{ipc_path} is served by another engine (process {holder or 'unknown'})"
+            ) from None
         # The previous holder may have removed the file between our open and our lock: then lock the new one.
         try:
             if os.fstat(fd).st_ino == os.stat(path).st_ino:

@@ -2,9 +2,9 @@
 
 import argparse
 import logging
-import os
 import sys
-import threading
+
+from minisgl.lifeline import watch_parent
 
 
 def main() -> int:
@@ -23,16 +23,10 @@ def main() -> int:
     if not arguments.steps or not arguments.results:
         parser.error("--steps and --results are needed, or --replay")
     if arguments.death_fd is not None:
-        threading.Thread(target=_exit_with_engine, args=(arguments.death_fd,), daemon=True).start()
+        watch_parent(arguments.death_fd, kill_at_parents_end=True)  # started by the engine's main thread
     from minisgl_worker.worker import Worker  # after the watcher is on
 
     return Worker(arguments.steps, arguments.results).run()
-
-
-def _exit_with_engine(death_fd: int) -> None:
-    """Returns never: the read ends when the engine does, however that happens."""
-    os.read(death_fd, 1)
-    os._exit(1)
 
 
 if __name__ == "__main__":

