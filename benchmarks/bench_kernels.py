@@ -98,6 +98,8 @@ DECODE = [
     (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2), (128, 8, 3), (32, 4, 4), (64, 8, 3), (32, 2, 4), (64, 2, 3),
 ]
 PROGRAMS = (1, 2, 3, 4, 6)
+SAMPLE = list(itertools.product(((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4)), (1024, 2048, 4096)))
+SAMPLE = [(*a, b) for a, b in SAMPLE]
 
 
 def decode_config(c, programs=2, tma=False, min_units=4):
@@ -239,10 +241,10 @@ def check_decode(out_rows):
     from minisgl_worker.kernels.decode_attention import decode_attention_reference as ref
 
     torch.manual_seed(1)
-    lens = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1000, 4000, 2] + [200 + 7 * i for i in range(12)]
+    lens = [1, 15, 17, 31, 33, 64, 65, 128, 129, 1000, 4000] + [200 + 7 * i for i in range(5)]
     b = len(lens)
     worst = {}
-    for heads, page, layout in itertools.product((16, 40), (16, 64), ("nhd", "hnd")):
+    for heads, page, layout in ((16, 16, "nhd"), (40, 16, "nhd"), (16, 64, "hnd"), (40, 64, "nhd")):
         n = -(-max(lens) // page)
         pages = b * n + 1
         k, v = (make_cache(pages, page, layout, DEV) for _ in range(2))
@@ -262,7 +264,7 @@ def check_decode(out_rows):
             options += [(c, True) for c in ((64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 2, 3))]
         for c, tma in options:
             for window in (None, 128) if (c, page, heads, layout) == ((64, 4, 3), 16, 16, "nhd") else (None,):
-                for programs in (1, 4):
+                for programs in (3,):
                     plan = dt.DecodePlan(64, heads, 8, 128, torch.device(DEV), decode_config(c, programs, tma), window)
                     for _ in range(2):
                         plan.build(sl, b)
@@ -308,7 +310,7 @@ def time_decode(results, deadline, quick=False):
                 options += [(c, True) for c in ((64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 2, 3))]
             rows = []
             for (c, tma), programs in itertools.product(options, PROGRAMS):
-                for min_units in (2, 4, 8) if b <= 3 and programs in (2, 4) and not tma else (4,):
+                for min_units in (1, 2, 4) if b <= 3 and programs in (2, 4) and not tma else (4,):
                     plan = dt.DecodePlan(256, heads, 8, 128, torch.device(DEV), decode_config(c, programs, tma, min_units))
                     plan.build(sl, b)
                     calls = [
@@ -401,6 +403,33 @@ def time_linear(results, deadline):
                 log(f"{model} {name} M={m} ideal {ideal_m:.1f} cublas {base:.1f}", " | ".join(f"{r[0]:.1f} {r[1]} s{r[2]}{'T' if r[3] else ''}" for r in rows[:4]))
 
 
+def gemv_rule(n, k):
+    from minisgl_worker.kernels import linear_triton as lt
+
+    if k <= 4096:
+        block = 1 << (k - 1).bit_length()
+        return lt.GemvConfig(8 if n > 4096 else 4, block, 8 if block > 2048 else 4)
+    return lt.GemvConfig(8, 512 if k > 8192 else 1024, 4)
+
+
+def time_gemv_rows(results):
+    from minisgl_worker.kernels import linear_triton as lt
+
+    for model, heads in (("0.6B", (151936, 1024)), ("14B", (151936, 5120))):
+        for name, (n, k) in (*SHAPES[model].items(), ("lm_head", heads)):
+            copies = max(2, min(24, int(300e6 / (n * k * 2)) + 1))
+            ws = [torch.randn(n, k, dtype=BF16, device=DEV).mul_(0.02) for _ in range(copies)]
+            line = []
+            for m in (1, 2, 4):
+                x = torch.randn(m, k, dtype=BF16, device=DEV)
+                base = graph_time([lambda w=w: torch.nn.functional.linear(x, w) for w in ws])
+                us = graph_time([lambda w=w: lt.gemv(x, w, None, gemv_rule(n, k)) for w in ws])
+                err = ((lt.gemv(x, ws[0], None, gemv_rule(n, k)).float() - x.float() @ ws[0].float().T).norm() / (x.float() @ ws[0].float().T).norm()).item()
+                line.append(f"M={m} cublas {base:.2f} gemv {us:.2f} err {err:.0e}")
+            log(f"gemv rows {model} {name} ideal {n * k * 2 / 4.4e6:.1f}: " + " | ".join(line))
+            results[f"gemv rows {model} {name}"] = line
+
+
 # ---------------------------------------------------------------- elementwise and sampling
 def time_small(results):
     import minisgl_worker.kernels.launch as launch
@@ -454,14 +483,15 @@ def time_small(results):
             s = torch.randint(-(2**62), 2**62, (rows_n,), device=DEV)
             p = torch.arange(rows_n, device=DEV)
             best = []
-            for tile in (512, 1024):
-                sampling_triton.TILE = tile
-                sampling_triton.use_pdl = lambda x: True
+            z = torch.zeros_like(t)
+            sampling_triton.use_pdl = lambda x: True
+            for tile, warps, target in SAMPLE:
+                sampling_triton.TILE, sampling_triton.NUM_WARPS, sampling_triton.TARGET_PROGRAMS = tile, warps, target
                 us = graph_time([lambda lg=lg: sampling_triton.sample(lg, t, s, p, 0) for lg in logits * 3])
-                best.append((us, tile))
-                z = torch.zeros_like(t)
                 greedy = graph_time([lambda lg=lg: sampling_triton.sample(lg, z, s, p, 0) for lg in logits * 3])
-                best.append((greedy, tile, "greedy"))
+                best.append((round(us, 1), round(greedy, 1), tile, warps, target))
+            best.sort()
+            sampling_triton.TILE, sampling_triton.NUM_WARPS, sampling_triton.TARGET_PROGRAMS = best[0][2:]
             got = sampling_triton.sample(logits[0], t, s, p, 0)
             want = sampling.sample_reference(logits[0], t, s, p)
             wrong = int((got.tokens != want.tokens).sum())
@@ -469,7 +499,7 @@ def time_small(results):
             wrong_cpu = int((got.tokens[:4].cpu() != cpu.tokens).sum())
             greedy = sampling_triton.sample(logits[0], z, s, p, 0)
             wrong_greedy = int((greedy.tokens != logits[0].argmax(-1)).sum())
-            log(f"sample {rows_n} scale {scale}: {best} wrong {wrong} cpu {wrong_cpu} greedy {wrong_greedy}; argmax {graph_time([lambda lg=lg: lg.argmax(-1) for lg in logits]):.1f}")
+            log(f"sample {rows_n} scale {scale}: {best[:5]} wrong {wrong} cpu {wrong_cpu} greedy {wrong_greedy}; argmax {graph_time([lambda lg=lg: lg.argmax(-1) for lg in logits]):.1f}")
             results[f"sample {rows_n} {scale}"] = (best, wrong, wrong_cpu)
 
 
@@ -513,16 +543,14 @@ def chain(results):
     table = torch.arange(64, device=DEV, dtype=torch.int32).view(1, 64)
     sl = torch.tensor([1024], dtype=torch.int32, device=DEV)
     x0 = torch.randn(1, 1024, dtype=BF16, device=DEV)
-    cfg = {"qkv": lt.GemvConfig(4, 1024, 4), "o": lt.GemvConfig(2, 2048, 4), "gate_up": lt.GemvConfig(4, 1024, 4), "down": lt.GemvConfig(2, 4096, 4)}
+    cfg = {n: gemv_rule(*shape) for n, shape in SHAPES["0.6B"].items()}
+    best = results.get("16nhd h16 b1_1k B=1")
+    attention = decode_config(best[0][2], best[0][3], False, best[0][5]) if best else decode_config((64, 4, 3), 2)
     mods = (norm_triton, activation_triton, rope_append_triton, dt, lt)
-    for best in ("qkv", "o", "gate_up", "down"):
-        r = results.get(f"0.6B {best} M=1")
-        if r:
-            cfg[best] = lt.GemvConfig(*r["gemv"][0][1])
     for pdl in (True, False):
         for m in mods:
             m.use_pdl = lambda x, p=pdl: p
-        plan = dt.DecodePlan(1, 16, 8, 128, torch.device(DEV), decode_config((64, 4, 3), 2))
+        plan = dt.DecodePlan(256, 16, 8, 128, torch.device(DEV), attention)
         plan.build(sl, 1)
 
         def fused():
@@ -546,7 +574,20 @@ def chain(results):
                 x = lin(activation_triton.silu_mul(lin(h, W[i]["gate_up"], "gate_up")), W[i]["down"], "down")
             return x
 
-        for label, f in (("fused", fused), ("gemv separate", lambda: separate(lambda h, w, n: lt.gemv(h, w, None, cfg[n]))), ("cublas", lambda: separate(lambda h, w, n: F.linear(h, w)))):
+        def without(drop):
+            x, res = x0, x0
+            for i in range(L):
+                qkv, res = lt.norm_gemv(x, res, nw, 1e-6, W[i]["qkv"], None, cfg["qkv"])
+                q = qkv[:, :2048].view(1, 16, 128)
+                if drop != "rope":
+                    q = rope_append_triton.qk_norm_rope_append(qkv, hw, hw, 1e-6, cs, pos, *caches[i], loc)
+                a = q if drop == "attention" else dt.decode_attention(q, *caches[i], table, sl, 0.0884, plan)
+                o = lt.gemv(a.view(1, -1), W[i]["o"], None, cfg["o"])
+                gu, res = lt.norm_gemv(o, res, nw, 1e-6, W[i]["gate_up"], None, cfg["gate_up"])
+                x = lt.silu_mul_gemv(gu, W[i]["down"], None, cfg["down"])
+            return x
+
+        for label, f in (("fused", fused), ("no attention", lambda: without("attention")), ("no rope", lambda: without("rope")), ("gemv separate", lambda: separate(lambda h, w, n: lt.gemv(h, w, None, cfg[n]))), ("cublas", lambda: separate(lambda h, w, n: F.linear(h, w)))):
             us = graph_time([f], replays=8) / L
             results[f"chain {label} pdl={pdl}"] = us
             log(f"chain 0.6B B=1 {label} pdl={pdl}: {us:.2f} us/layer")
@@ -574,6 +615,8 @@ def main():
             time_decode(results, args.deadline * 0.55)
         if "linear" in sections:
             time_linear(results, args.deadline)
+        if "rows" in sections:
+            time_gemv_rows(results)
         if "chain" in sections:
             chain(results)
         if "small" in sections:

@@ -21,6 +21,7 @@ from minisgl.supervisor import ChildProcess, PrivateFolder, spawn
 from minisgl.tokenizer import Message, PromptEncoder, load_tokenizer
 
 STOP_GRACE_S = 5.0
+START_MARGIN_S = 5.0  # the engine has the same deadline and knows better who is late
 StreamType = TypeVar("StreamType", bound=RequestStream)
 
 
@@ -192,7 +193,7 @@ class LLM:
             raise
         try:
             encoder = _load_encoder(model, model.config.vocab_size)
-            child.wait_ready(config.start_timeout_s)
+            child.wait_ready(config.start_timeout_s + START_MARGIN_S)
             client = EngineClient(address, child=child)
         except BaseException:
             child.stop(STOP_GRACE_S)
@@ -207,8 +208,8 @@ class LLM:
             model = resolve_model(str(model_path or client.welcome.model), need_weights=False)
             if model.config.vocab_size != vocab_size:
                 raise ModelLoadError(
-                    f"{model.path} has a vocabulary of {model.config.vocab_size} ids, but the engine at {address} serves "
-                    f"{client.welcome.model} with {vocab_size}"
+                    f"{model.path} has a vocabulary of {model.config.vocab_size} ids, but the engine at {address} "
+                    f"serves {client.welcome.model} with {vocab_size}"
                 )
             encoder = _load_encoder(model, vocab_size)
         except BaseException:
@@ -217,7 +218,11 @@ class LLM:
         self._use(client, None, model, encoder)
 
     def _use(
-        self, client: EngineClient, own: tuple[ChildProcess, PrivateFolder] | None, model: ModelFolder, encoder: PromptEncoder | None
+        self,
+        client: EngineClient,
+        own: tuple[ChildProcess, PrivateFolder] | None,
+        model: ModelFolder,
+        encoder: PromptEncoder | None,
     ) -> None:
         self._client, self._encoder, self._model_path = client, encoder, model.path
         self._decoder = None if encoder is None else encoder.decoder

@@ -6,6 +6,7 @@ from typing import Any
 
 from minisgl.detokenizer import TextDecoder
 from minisgl.errors import InvalidRequest, ModelLoadError
+from minisgl.gguf_tokenizer import load_gguf_tokenizer
 from minisgl.model_folder import ModelFolder
 
 TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -91,8 +92,6 @@ def load_tokenizer(model: ModelFolder) -> Any | None:
         ModelLoadError: a tokenizer file is broken; names the file.
     """
     if model.is_gguf:
-        from minisgl.gguf_tokenizer import load_gguf_tokenizer  # deferred: imports transformers
-
         return load_gguf_tokenizer(model.path)
     folder = model.path
     if (folder / "tokenizer.json").is_file():

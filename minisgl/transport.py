@@ -22,6 +22,10 @@ import zmq
 from minisgl.errors import AddressInUse, EngineStartError, MinisglError, ProtocolError
 from minisgl.protocol import MAX_FRAME_BYTES, Message, decode, encode
 
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+Pollable = Socket | int  # what `Readiness` waits for: a channel's socket, or a file descriptor
+
 LINGER_MS = 1000  # how long close() may wait to deliver what was sent; -1, ZeroMQ's default here, hangs for ever
 PAIR_HIGH_WATER = 4096  # messages; the engine keeps far fewer in flight, so reaching it means that the peer is stuck
 ROUTER_HIGH_WATER = 4096
@@ -47,7 +51,7 @@ class Channel(Protocol):
 class PairChannel:
     """One end of a PAIR connection. `fileno` goes to `wait_readable`."""
 
-    def __init__(self, context: zmq.Context, address: str, *, bind: bool):
+    def __init__(self, context: Context, address: str, *, bind: bool):
         self._socket = _make_socket(context, zmq.PAIR, PAIR_HIGH_WATER)
         if bind:
             self._socket.bind(address)
@@ -77,7 +81,7 @@ class PairChannel:
         return None if frame is None else decode(frame)
 
     @property
-    def pollable(self) -> zmq.Socket:
+    def pollable(self) -> Socket:
         return self._socket
 
     def close(self) -> None:
@@ -87,7 +91,7 @@ class PairChannel:
 class ClientChannel(PairChannel):
     """A frontend's end: connects to an engine's address. The engine may not be there; `Hello` and a deadline tell."""
 
-    def __init__(self, context: zmq.Context, address: str):
+    def __init__(self, context: Context, address: str):
         check_address(address)
         self._socket = _make_socket(context, zmq.DEALER, ROUTER_HIGH_WATER)
         self._socket.connect(address)
@@ -104,7 +108,7 @@ class ServerChannel:
         EngineStartError: the address cannot be bound; the text says why.
     """
 
-    def __init__(self, context: zmq.Context, address: str):
+    def __init__(self, context: Context, address: str):
         check_address(address)
         self._lock_fd: int | None = None
         self._ipc_path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
@@ -154,7 +158,7 @@ class ServerChannel:
             return client, error
 
     @property
-    def pollable(self) -> zmq.Socket:
+    def pollable(self) -> Socket:
         return self._socket
 
     def close(self) -> None:
@@ -201,18 +205,18 @@ class Waker:
 class Readiness:
     """A fixed set of things to wait for: channels, wakers, and plain file descriptors (pidfds, pipes)."""
 
-    def __init__(self, pollables: Iterable[zmq.Socket | int]):
+    def __init__(self, pollables: Iterable[Pollable]):
         self._poller = zmq.Poller()
         for pollable in pollables:
             self._poller.register(pollable, zmq.POLLIN)
 
-    def add(self, pollable: zmq.Socket | int) -> None:
+    def add(self, pollable: Pollable) -> None:
         self._poller.register(pollable, zmq.POLLIN)
 
-    def remove(self, pollable: zmq.Socket | int) -> None:
+    def remove(self, pollable: Pollable) -> None:
         self._poller.unregister(pollable)
 
-    def wait(self, timeout_s: float | None) -> set[zmq.Socket | int]:
+    def wait(self, timeout_s: float | None) -> set[Pollable]:
         """Those that can be read, within `timeout_s` (None = wait for ever)."""
         timeout_ms = None if timeout_s is None else max(0, int(timeout_s * 1000))
         return {pollable for pollable, _ in self._poller.poll(timeout_ms)}
@@ -248,9 +252,9 @@ def memory_pair() -> tuple[MemoryChannel, MemoryChannel]:
     return MemoryChannel(there, back), MemoryChannel(back, there)
 
 
-def make_context() -> zmq.Context:
+def make_context() -> Context:
     """One per process that uses channels; `destroy(linger)` ends it. Never inherited across a fork."""
-    return zmq.Context(io_threads=1)
+    return Context(io_threads=1)
 
 
 def check_address(address: str) -> None:
@@ -276,7 +280,7 @@ def check_address(address: str) -> None:
     raise ValueError(f"address must be ipc:///path or tcp://127.0.0.1:PORT, got {address!r}")
 
 
-def _make_socket(context: zmq.Context, kind: int, high_water: int) -> zmq.Socket:
+def _make_socket(context: Context, kind: int, high_water: int) -> Socket:
     made = context.socket(kind)
     made.setsockopt(zmq.LINGER, LINGER_MS)
     made.setsockopt(zmq.SNDHWM, high_water)
@@ -286,7 +290,7 @@ def _make_socket(context: zmq.Context, kind: int, high_water: int) -> zmq.Socket
     return made
 
 
-def _poll(pollable: zmq.Socket, timeout_s: float | None) -> bool:
+def _poll(pollable: Socket, timeout_s: float | None) -> bool:
     return bool(pollable.poll(None if timeout_s is None else max(0, int(timeout_s * 1000))))
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import zmq
-
 from minisgl import __version__
 from minisgl.config import EngineConfig
 from minisgl.errors import EXIT_CHILD_DIED, EXIT_STALLED, EngineDead, EngineStartError, ModelLoadError
@@ -28,7 +26,7 @@ from minisgl.protocol import (
     encode,
 )
 from minisgl.supervisor import ChildProcess, spawn
-from minisgl.transport import ChannelBlocked, PairChannel
+from minisgl.transport import ChannelBlocked, Context, PairChannel, Pollable
 
 SILENT_S = 3.5  # without a heartbeat (one each half second), a worker counts as frozen
 LATE_S = 1.0  # a check that comes this late shows that we were paused ourselves: nobody is judged by it
@@ -64,7 +62,7 @@ class WorkerGroup:
     Every method that talks to workers raises WorkerFault when one of them is not well.
     """
 
-    def __init__(self, config: EngineConfig, module: str, folder: Path, context: "zmq.Context[zmq.Socket[bytes]]"):
+    def __init__(self, config: EngineConfig, module: str, folder: Path, context: Context):
         self._config, self._module, self._folder, self._context = config, module, folder, context
         self._workers: list[_Worker] = []
         self._num_sent = 0
@@ -88,7 +86,7 @@ class WorkerGroup:
         self._num_sent = 1
 
     @property
-    def pollables(self) -> list["zmq.Socket[bytes] | int"]:
+    def pollables(self) -> list[Pollable]:
         """What to wait for: every results channel, and every process's end."""
         pidfds = [worker.process.pidfd for worker in self._workers if worker.process.pidfd is not None]
         return [*(worker.results.pollable for worker in self._workers), *pidfds]

@@ -14,12 +14,13 @@ def main() -> int:
     parser.add_argument("--death-fd", type=int, metavar="FD", help="pipe that closes when the engine ends")
     parser.add_argument("--replay", metavar="FILE", help="run the steps that an engine recorded with --record-steps")
     parser.add_argument("--repeat", type=int, default=1, help="with --replay: number of runs")
+    parser.add_argument("--trace", metavar="FILE", help="with --replay: write a profile of the last run")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="minisgl worker: %(levelname)s %(message)s", stream=sys.stderr)
     if arguments.replay:
         from minisgl_worker.replay import replay  # it imports torch, which a worker's start must not wait for
 
-        return replay(arguments.replay, arguments.repeat)
+        return replay(arguments.replay, arguments.repeat, arguments.trace)
     if not arguments.steps or not arguments.results:
         parser.error("--steps and --results are needed, or --replay")
     if arguments.death_fd is not None:

@@ -27,7 +27,7 @@ from minisgl.protocol import (
     Stats,
     Welcome,
 )
-from minisgl.transport import Readiness, ServerChannel, make_context
+from minisgl.transport import PeerGone, Readiness, ServerChannel, make_context
 
 VOCAB = 320
 TURN_S = 0.001
@@ -112,16 +112,21 @@ class FakeEngine:
                     client, message = received
                     assert not isinstance(message, Exception), message
                     self.received.append(message)
-                    for answer in self._handle(client, message):
-                        channel.send(client, answer)
+                    self._send(channel, client, list(self._handle(client, message)))
                 answers = [] if self.is_paused else self._step()
                 while self._extra:
                     answers.append(self._extra.pop(0))
-                for answer in answers:
-                    channel.send(self._client, answer)
+                self._send(channel, self._client, answers)
         finally:
             channel.close()
             context.destroy(0)
+
+    def _send(self, channel: ServerChannel, client: bytes, answers: list[Message]) -> None:
+        try:
+            for answer in answers:
+                channel.send(client, answer)
+        except PeerGone:
+            self.running.clear()
 
     def _handle(self, client: bytes, message: Message) -> Iterator[Message]:
         if isinstance(message, Hello):

@@ -1,6 +1,5 @@
 """The rows of steps: who decodes, which chunks of prompts are computed, and what an issued step will bring."""
 
-from bisect import insort
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -140,7 +139,7 @@ class PrefillSet:
         self._requests: list[Request] = []
 
     def join(self, request: Request) -> None:
-        insort(self._requests, request, key=get_age)
+        self._requests.append(request)  # nobody newer can be there: a preempted request lets nobody pass
 
     def leave(self, request: Request) -> None:
         self._requests.remove(request)

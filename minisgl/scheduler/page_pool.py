@@ -104,7 +104,7 @@ class PagePool:
         """
         free = self._count(self.free_ids, "the free list")
         cached = self._count(cached_ids, "the prefix cache")
-        held = np.bincount(held_ids, minlength=self.num_pages)
+        held = self._count(held_ids, "a page table")
         for name, is_wrong in (
             ("free twice", free > 1),
             ("cached twice", cached > 1),

@@ -31,7 +31,7 @@ class Node:
         self.tokens = tokens  # the run's token ids as packed i32, len(page_ids) pages
         self.page_ids = page_ids  # [num_pages] i32
         self.children: dict[bytes, Node] = {}  # by the tokens of the child's first page
-        self.last_used = last_used  # in uses of the cache; a parent's is never below its child's
+        self.last_used = last_used  # counted in releases; while unreferenced, a parent's is not below its child's
         self.in_heap = False
 
 
@@ -54,7 +54,7 @@ class PrefixCache(Protocol):
         """The longest cached prefix of `token_ids`, in whole pages and at most `max_pages`. Changes nothing."""
 
     def acquire(self, match: PrefixMatch) -> Node:
-        """Reference the matched pages and make them the most recently used. Returns the node at which they end."""
+        """Reference the matched pages, which keeps them. Returns the node at which they end."""
 
     def insert_held(self, token_ids: NDArray[np.int32], page_ids: NDArray[np.int32]) -> None:
         """Take in the full pages of a request that goes on using them.
@@ -66,7 +66,8 @@ class PrefixCache(Protocol):
     def release(self, token_ids: NDArray[np.int32], page_ids: NDArray[np.int32]) -> None:
         """Drop a request's reference to all its pages, after taking in the full pages of `token_ids` that are new.
 
-        Duplicates of pages that the tree already has, and pages beyond `token_ids`, become free.
+        Those of `token_ids` become the most recently used. Duplicates of pages that the tree already has, and pages
+        beyond `token_ids`, become free.
         """
 
     def evict(self, num_pages: int) -> None:
@@ -105,11 +106,9 @@ class RadixCache:
     def acquire(self, match: PrefixMatch) -> Node:
         self.num_changes += 1
         self._pool.acquire(match.page_ids)
-        nodes = list(match.nodes)
         if match.partial is not None:
-            nodes.append(self._split(match.partial, match.num_partial_pages))
-        self._touch(nodes)
-        return nodes[-1]
+            return self._split(match.partial, match.num_partial_pages)
+        return match.nodes[-1]
 
     def insert_held(self, token_ids: NDArray[np.int32], page_ids: NDArray[np.int32]) -> None:
         num_pages = len(token_ids) // self._page_size
@@ -118,7 +117,6 @@ class RadixCache:
         held = np.concatenate([node.page_ids for node in nodes])
         if partial is not None or not np.array_equal(held, page_ids[: len(held)]):
             return
-        self._touch(nodes)
         self._append(nodes[-1], data, page_ids[:num_pages], len(held))
 
     def release(self, token_ids: NDArray[np.int32], page_ids: NDArray[np.int32]) -> None:
@@ -129,7 +127,9 @@ class RadixCache:
         if partial is not None:
             # Where the run goes on differently, its end parts from the rest; where it just ends, the node stays whole.
             nodes.append(self._split(partial, num_partial_pages) if num_present < num_pages else partial)
-        self._touch(nodes)
+        self._clock += 1
+        for node in nodes:
+            node.last_used = self._clock
         last = self._append(nodes[-1], data, page_ids[:num_pages], num_present)
         self._pool.release(page_ids)
         self._offer(last)
@@ -205,11 +205,6 @@ class RadixCache:
         child = Node(parent, data[num_present * self._page_bytes :], page_ids[num_present:].copy(), self._clock)
         parent.children[child.tokens[: self._page_bytes]] = child
         return child
-
-    def _touch(self, nodes: list[Node]) -> None:
-        self._clock += 1
-        for node in nodes:
-            node.last_used = self._clock
 
     def _offer(self, node: Node) -> None:
         """Enter a leaf into the order of eviction."""

@@ -258,8 +258,9 @@ class Scheduler:
             draining = [request for request in self._table.holders() if request.state is RequestState.DRAINING]
             running = [request for request in self._table.holders() if request.state is RequestState.RUNNING]
             num_coming = self._memory.pool.num_available + self._memory.count_owed_pages(draining)
-            if num_missing <= num_coming or len(running) == 1:
+            if num_missing <= num_coming:
                 return
+            assert len(running) > 1, f"{running} does not fit into the pool alone"
             self._preempt(max(running, key=get_age))
 
     def _plan_prefills(self, admits: list[Admit]) -> list[PrefillRow]:
@@ -343,7 +344,6 @@ class Scheduler:
             self._queue.remove(request)
             request.state = RequestState.FINISHED
             return
-        self._table.is_live[request.slot] = False
         if reason is not FinishReason.LENGTH:  # a length is known at issue: no row comes after it
             for record in self._in_flight:
                 row = record.row_of(request)
@@ -354,10 +354,8 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Let a running request drain and then wait again, to be computed anew from the tokens it has by then."""
-        assert request.admission_order is not None, f"{request} was never admitted"
         self._num_preemptions += 1
         request.num_preemptions += 1
-        request.num_live_older = self._table.count_live_older(request.admission_order)
         request.is_preempted = True
         self._queue.num_returning += 1
         self._drain(request)

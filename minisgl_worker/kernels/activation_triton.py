@@ -35,8 +35,9 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, row_stride, BLOCK: tl.constexp
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask=inside, other=0.0)
     up = tl.load(gate_up_ptr + row * row_stride + width + columns, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out_ptr + row * width + columns, silu_mul_tile(gate, up), mask=inside)

@@ -9,7 +9,10 @@ from torch import Tensor
 def use_pdl(x: Tensor) -> bool:
     """Whether kernels on x's device may start before the kernel in front of them has ended (Hopper and later).
 
-    A kernel launched so may read only constants (weights, tables) before it waits for its predecessor with `gdc_wait`.
+    Such a kernel waits (`gdc_wait`) for the end of its predecessor before it reads what a kernel wrote, and before it
+    writes. Ahead of that it may read constants. A kernel lets its successor start when all its programs have said
+    `gdc_launch_dependents`; one that says so only after its own wait promises more: the successor may at once read all
+    that is older than the predecessor.
     """
     return x.is_cuda and _capability(x.device)[0] >= 9
 

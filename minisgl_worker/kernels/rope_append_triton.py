@@ -69,8 +69,9 @@ def _qk_norm_rope_append_kernel(
     lanes = tl.arange(0, HALF_BLOCK)
     lane_inside = lanes < HALF
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        # In this order: the next kernel may then count on all that came before this one (see `launch.use_pdl`).
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     position, location = tl.load(positions_ptr + token), tl.load(locations_ptr + token)
     cos = tl.load(cos_sin_ptr + position * (2 * HALF) + lanes, mask=lane_inside, other=0.0)
     sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + lanes, mask=lane_inside, other=0.0)

@@ -1,8 +1,8 @@
 """Triton kernels of `kernels.sampling`: candidates of each part of a row, then the best candidate of the row.
 
-A part is scanned in tiles. Noise is costly, so a tile computes it only if one of its tokens could still beat the best score
-so far: from -log1p(-u) >= u, a token wins only if its u is at most exp(logit / temperature - best). That test needs one
-exponential per token instead of a division and two logarithms, and few tiles pass it.
+A part is scanned in tiles. Noise is costly, so a tile computes it only if one of its tokens could still beat the best
+score so far: from -log1p(-u) >= u, a token wins only if its u is at most exp(logit / temperature - best). That test needs
+one exponential per token instead of a division and two logarithms, and few tiles pass it.
 """
 
 import torch
@@ -48,7 +48,7 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
     return draw
 
 
-@triton.jit(do_not_specialize=["vocab", "first_token_id", "tiles_per_part", "num_parts"])
+@triton.jit(do_not_specialize=["first_token_id", "tiles_per_part", "num_parts"])
 def _scan_kernel(
     logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, part_scores_ptr, part_tokens_ptr, part_failed_ptr,
     vocab, row_stride, first_token_id, tiles_per_part, num_parts,
@@ -64,14 +64,15 @@ def _scan_kernel(
     row_ptr = logits_ptr + row * row_stride
     is_greedy = temperature <= 0
     inverse_log2 = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
-    best, best_column, failed = -1e38, 0x7FFFFFFF, 0
+    best, best_column, failed = float("-inf"), 0, 0
     begin = part * tiles_per_part * TILE
     end = tl.minimum(begin + tiles_per_part * TILE, vocab)
-    ahead = tl.load(row_ptr + begin + lanes, mask=begin + lanes < end, other=float("-inf"))
+    ahead = tl.load(row_ptr + begin + lanes, mask=begin + lanes < vocab, other=float("-inf"))
     for start in range(begin, end, TILE):
         columns = start + lanes
         logits = ahead.to(tl.float32)
-        ahead = tl.load(row_ptr + TILE + columns, mask=TILE + columns < end, other=float("-inf"))
+        limit = tl.where(end > start + TILE, vocab, 0)
+        ahead = tl.load(row_ptr + TILE + columns, mask=columns + TILE < limit, other=float("-inf"))
         bits = token_bits(k0, k1, first_token_id + columns)
         if is_greedy:
             cannot_win = logits <= best
@@ -91,9 +92,8 @@ def _scan_kernel(
                 best = tile_best
                 best_column = tl.min(tl.where(scores == tile_best, columns, 0x7FFFFFFF), axis=0)
     slot = row * num_parts + part
-    found = best_column < vocab
-    tl.store(part_scores_ptr + slot, tl.where(found, best, float("-inf")))
-    tl.store(part_tokens_ptr + slot, first_token_id + tl.where(found, best_column, 0))
+    tl.store(part_scores_ptr + slot, best)
+    tl.store(part_tokens_ptr + slot, first_token_id + best_column)
     tl.store(part_failed_ptr + slot, failed)
 
 

@@ -7,7 +7,7 @@ from tokenizers_made_here import BOS, make_byte_tokenizer
 
 from minisgl.completion import Completion, Delta, StopMatcher, complete
 from minisgl.core import FinishReason, SamplingParams
-from minisgl.detokenizer import TextDecoder
+from minisgl.detokenizer import REPLACEMENT, TextDecoder
 from minisgl.mailbox import Output
 
 DECODER = TextDecoder(make_byte_tokenizer())
@@ -79,6 +79,20 @@ def test_stop_string_across_a_hidden_token_is_found():
 def test_hidden_tokens_at_the_end_are_given_out_with_stop_strings_too():
     whole = joined(run(SamplingParams(stop="zz"), [[97], [BOS_ID]]))
     assert (whole.text, whole.token_ids) == ("a", [97, BOS_ID])
+
+
+def test_stop_string_in_the_rest_at_the_end_is_found():
+    deltas = run(SamplingParams(stop=REPLACEMENT), [[97], [0xE3]])
+    assert (joined(deltas).text, deltas[-1].finish_reason, deltas[-1].stop_reason) == ("a", "stop", REPLACEMENT)
+
+
+@pytest.mark.parametrize(
+    "text, string, start",
+    [("aaab", "aab", 1), ("abababc", "ababc", 2), ("aabaabaaa", "aabaaa", 3), ("abc", "abcd", None)],
+)
+def test_stop_matcher_falls_back_to_shorter_beginnings(text, string, start):
+    found = StopMatcher([string]).feed(text)
+    assert (None if found is None else found.start) == start
 
 
 @settings(max_examples=300, deadline=None)

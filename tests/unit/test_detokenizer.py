@@ -65,6 +65,11 @@ def test_push_of_a_broken_byte_run_gives_one_mark_for_each_byte(broken):
     assert "".join(stream(PIECES, token_ids)) == PIECES.decode(token_ids)
 
 
+def test_push_of_a_broken_byte_run_does_not_wait_for_its_end():
+    deltas = stream(PIECES, [NUM_BYTES + 1, 0xFF, 0xFF, 0x41, 0xE3])
+    assert deltas == ["a", REPLACEMENT, REPLACEMENT, REPLACEMENT, REPLACEMENT, ""]
+
+
 @pytest.mark.parametrize("tokenizer", [BYTES, PIECES], ids=["bytes", "pieces"])
 def test_push_never_gives_half_a_character(tokenizer):
     text = "aé日🙂"

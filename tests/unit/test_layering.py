@@ -16,8 +16,10 @@ PACKAGES = ("minisgl", "minisgl_worker")
 BASE = ("minisgl", "minisgl.core", "minisgl.errors")
 MODEL = ("minisgl.model_folder", "minisgl.model_config", "minisgl.gguf_header", "minisgl.json_file")
 WIRE = ("minisgl.config", "minisgl.protocol", "minisgl.transport")
+LIFELINE = ("minisgl.lifeline",)
 SCHEDULER = ("minisgl.scheduler", "minisgl.scheduler.*")
 TEXT = ("minisgl.tokenizer", "minisgl.detokenizer", "minisgl.gguf_tokenizer")
+ENGINE = ("minisgl.engine", "minisgl.frontends", "minisgl.worker_group")
 FRONTEND = (
     *("minisgl.llm", "minisgl.batch_call", "minisgl.streams", "minisgl.completion", "minisgl.request_builder"),
     *("minisgl.client", "minisgl.connection", "minisgl.mailbox"),
@@ -35,7 +37,7 @@ class Layer:
     modules: tuple[str, ...]
     own: tuple[str, ...] = ()  # modules of this project
     third_party: tuple[str, ...] = ()  # at the top of the file
-    deferred: tuple[str, ...] = ()  # within functions: heavy or optional
+    deferred: tuple[str, ...] = ()  # within functions: what is heavy or optional, or imports it
 
 
 LAYERS = (
@@ -49,11 +51,16 @@ LAYERS = (
         own=(*BASE, *MODEL, "minisgl.config", "minisgl.protocol", *SCHEDULER),
         third_party=("numpy",),
     ),
-    Layer(modules=TEXT, own=(*BASE, *MODEL, *WIRE, *TEXT), deferred=("transformers", "tokenizers")),
-    Layer(modules=("minisgl.supervisor",), own=(*BASE, *MODEL, *WIRE)),
     Layer(
-        modules=("minisgl.engine",),
-        own=(*BASE, *MODEL, *WIRE, *SCHEDULER, "minisgl.supervisor"),
+        modules=TEXT,
+        own=(*BASE, *MODEL, *WIRE, *TEXT),
+        deferred=("transformers", "tokenizers", "minisgl.gguf_tokenizer"),
+    ),
+    Layer(modules=LIFELINE),
+    Layer(modules=("minisgl.supervisor",), own=(*BASE, *MODEL, *WIRE, *LIFELINE)),
+    Layer(
+        modules=ENGINE,
+        own=(*BASE, *MODEL, *WIRE, *LIFELINE, *SCHEDULER, "minisgl.supervisor", *ENGINE),
         third_party=("numpy",),
     ),
     Layer(
@@ -69,9 +76,10 @@ LAYERS = (
     ),
     Layer(
         modules=WORKER,
-        own=(*BASE, *MODEL, *WIRE, *WORKER),
+        own=(*BASE, *MODEL, *WIRE, *LIFELINE, *WORKER),
         third_party=("numpy", "torch", "safetensors"),
-        deferred=("gguf",),
+        # Its process watches for the end of its parent, and sends heartbeats, before it imports torch.
+        deferred=("gguf", *OPTIONAL, *(f"minisgl_worker.{name}" for name in ("worker", "replay", "model_runner"))),
     ),
 )
 
@@ -134,9 +142,11 @@ def find_violations(module: str, source: str, modules: set[str]) -> list[str]:
     found = []
     for item in find_imports(source, modules):
         top = item.target.split(".")[0]
-        if top in PACKAGES:
-            must_defer = matches(item.target, OPTIONAL) and not matches(module, OPTIONAL)
-            is_allowed = matches(item.target, layer.own) and item.is_deferred == must_defer
+        if top in PACKAGES and item.is_deferred:
+            is_allowed = matches(item.target, layer.deferred)
+        elif top in PACKAGES:
+            is_optional = matches(item.target, OPTIONAL) and not matches(module, OPTIONAL)
+            is_allowed = matches(item.target, layer.own) and not is_optional
         elif item.target != "dynamic import" and top in sys.stdlib_module_names:
             is_allowed = top not in bad_standard
         else:

@@ -400,5 +400,17 @@ def test_read_of_gguf_with_a_string_longer_than_the_file_is_refused(tmp_path):
             resolve_model(str(tmp_path / "n.gguf"))
 
 
+def test_read_of_gguf_with_an_array_past_the_end_is_refused(tmp_path):
+    last = "tokenizer.ggml.tokens"
+    path = write_gguf(
+        tmp_path / "m.gguf", tensors={}, **{key.replace(".", "__"): None for key in METADATA if key != last}
+    )
+    data = path.read_bytes().rstrip(b"\0")
+    place = data.rindex("日本".encode()) - 8
+    path.write_bytes(data[:place] + struct.pack("<Q", 1000) + data[place + 8 :])
+    with pytest.raises(ModelLoadError, match=r"m\.gguf.*past the end"):
+        GgufHeader(path)
+
+
 def test_config_of_the_tests_is_sound(tmp_path):
     assert read(write_folder(tmp_path)).vocab_size == CONFIG["vocab_size"]

@@ -1,0 +1,366 @@
+"""The scheduler's pages: the prefix cache at work, shortage, preemption, overtaking, and the books."""
+
+import numpy as np
+import pytest
+from scheduler_scenario import Scenario, continue_prompt, get_decode_slots, make_prompt
+
+from minisgl.core import FinishReason
+from minisgl.scheduler.page_pool import IntegrityError
+from minisgl.scheduler.request import Request
+
+STOP = 7
+
+
+def admitted(s: Scenario) -> list[int]:
+    """Ids of the requests that the next step admits."""
+    step = s.issue()
+    return [] if step is None else [admit.seed for admit in step.admits]  # a scenario's seeds are its ids
+
+
+def run_long(num_requests: int, max_tokens: int, **changes: object) -> Scenario:
+    """Requests that together outgrow the pool."""
+    s = Scenario(**changes)
+    for i in range(num_requests):
+        s.submit(make_prompt(5, 50 * i), max_tokens=max_tokens, stream=i % 2 == 0)
+    s.run()
+    return s
+
+
+# ---------------------------------------------------------------------------------------------------- prefix cache
+
+
+@pytest.mark.parametrize("cache_type", ["radix", "naive"])
+@pytest.mark.parametrize("num_tokens, num_cached", [(3, 0), (4, 0), (5, 4), (7, 4), (8, 4), (9, 8)])
+def test_schedule_same_prompt_again_is_served_from_the_cache(cache_type, num_tokens, num_cached):
+    s = Scenario(cache_type=cache_type)
+    for _ in range(2):
+        s.submit(make_prompt(num_tokens), max_tokens=3)
+        s.run()
+    assert s.tokens[0] == s.tokens[1] == continue_prompt(make_prompt(num_tokens), 3)
+    assert s.cached_tokens == {0: 0, 1: num_cached if cache_type == "radix" else 0}
+    stats = s.scheduler.stats()
+    assert (stats.prompt_tokens, stats.prefix_hit_tokens) == (2 * num_tokens, s.cached_tokens[1])
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 5, 8, 9])
+def test_schedule_longer_prompt_uses_the_full_pages_of_a_shorter_one(num_tokens):
+    s = Scenario()
+    s.submit(make_prompt(num_tokens), max_tokens=1)
+    s.run()
+    longer = [*make_prompt(num_tokens), *make_prompt(6, 900)]
+    s.submit(longer, max_tokens=4)
+    s.run()
+    assert s.tokens[1] == continue_prompt(longer, 4)
+    assert s.cached_tokens[1] == num_tokens // 4 * 4
+
+
+def test_schedule_conversation_uses_the_pages_of_the_answer_before():
+    s = Scenario()
+    s.submit(make_prompt(6), max_tokens=8)
+    s.run()
+    turn = [*make_prompt(6), *s.tokens[0], *make_prompt(3, 800)]
+    s.submit(turn, max_tokens=4)
+    s.run()
+    # 14 tokens are known, but the newest one has no KV: 13 are written, 3 full pages.
+    assert s.cached_tokens[1] == 12 and s.tokens[1] == continue_prompt(turn, 4)
+
+
+def test_schedule_prompt_with_the_same_page_after_another_beginning_shares_nothing():
+    s = Scenario()
+    s.submit([1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=2)
+    s.run()
+    s.submit([9, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=2)
+    s.run()
+    assert s.cached_tokens == {0: 0, 1: 0} and s.tokens[1] == continue_prompt([9, 2, 3, 4, 5, 6, 7, 8, 9], 2)
+
+
+@pytest.mark.parametrize("num_requests", [2, 5])
+def test_schedule_equal_prompts_at_once_are_computed_once(num_requests):
+    s = Scenario()
+    for _ in range(num_requests):
+        s.submit(make_prompt(10), max_tokens=4)
+    assert admitted(s) == [0]
+    assert admitted(s) == []
+    s.answer()
+    assert admitted(s) == list(range(1, num_requests))
+    s.run()
+    assert set(s.cached_tokens.values()) == {0, 8}
+    assert all(tokens == continue_prompt(make_prompt(10), 4) for tokens in s.tokens.values())
+
+
+def test_schedule_equal_prompts_are_not_held_back_without_a_cache():
+    s = Scenario(cache_type="naive")
+    for _ in range(3):
+        s.submit(make_prompt(10), max_tokens=4)
+    assert admitted(s) == [0, 1, 2]
+
+
+def test_schedule_equal_prompts_shorter_than_a_page_start_together():
+    s = Scenario()
+    for _ in range(2):
+        s.submit(make_prompt(4), max_tokens=4)
+    assert admitted(s) == [0, 1], "the last token is computed in any case, so there is no page to wait for"
+
+
+def test_schedule_prompt_that_waits_to_share_is_passed_by_others():
+    s = Scenario(max_extend_tokens=8)
+    s.submit(make_prompt(20), max_tokens=4)
+    s.submit(make_prompt(20), max_tokens=4)
+    s.submit(make_prompt(6, 500), max_tokens=4)
+    assert admitted(s) == [0]
+    assert admitted(s) == []
+    s.answer()
+    assert admitted(s) == [2]
+    s.run()
+    assert s.cached_tokens == {0: 0, 1: 16, 2: 0}
+
+
+def test_schedule_prompt_waits_for_the_page_after_its_match_too():
+    s = Scenario()
+    s.submit(make_prompt(9), max_tokens=1)
+    s.run()
+    s.submit(make_prompt(17), max_tokens=2)
+    s.submit(make_prompt(18), max_tokens=2)
+    s.submit([*make_prompt(8), *make_prompt(9, 700)], max_tokens=2)
+    assert admitted(s) == [1, 3]
+    s.run()
+    assert s.cached_tokens == {0: 0, 1: 8, 2: 16, 3: 8}
+
+
+def test_abort_request_of_a_shared_prompt_lets_the_next_one_compute_it():
+    s = Scenario(max_extend_tokens=8)
+    first = s.submit(make_prompt(20), max_tokens=4)
+    s.submit(make_prompt(20), max_tokens=4)
+    s.issue()
+    s.abort(first)
+    s.run()
+    assert s.tokens[1] == continue_prompt(make_prompt(20), 4) and s.cached_tokens[1] == 8
+
+
+def test_complete_pages_computed_twice_are_freed_at_release():
+    s = Scenario()
+    first = s.submit(make_prompt(8), max_tokens=9)  # its second page is complete, but the last token is computed anew
+    s.advance()
+    second = s.submit(make_prompt(8), max_tokens=9)
+    s.advance()
+    assert first.page_ids[0] == second.page_ids[0] and first.page_ids[1] != second.page_ids[1]
+    s.run()
+    assert s.tokens[0] == s.tokens[1] == continue_prompt(make_prompt(8), 9)
+    assert s.scheduler.stats().num_pages_cached == 4, "16 written tokens, held once"
+
+
+def test_schedule_full_cache_gives_way_to_new_prompts():
+    s = Scenario(num_pages=8)
+    for i in range(6):
+        s.submit(make_prompt(13, 60 * i), max_tokens=3)
+        s.run()
+    stats = s.scheduler.stats()
+    assert stats.num_pages_free + stats.num_pages_cached == 8 and stats.num_pages_cached >= 6
+    s.submit(make_prompt(13, 300), max_tokens=3)
+    s.run()
+    assert s.cached_tokens[6] == 12, "the latest is still there"
+    assert [s.tokens[i] for i in range(6)] == [continue_prompt(make_prompt(13, 60 * i), 3) for i in range(6)]
+
+
+# ---------------------------------------------------------------------------------------------------- shortage
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("cache_type", ["radix", "naive"])
+@pytest.mark.parametrize("num_pages", [7, 10, 15])
+def test_schedule_too_small_pool_changes_no_token(num_pages, cache_type, depth):
+    s = run_long(6, 20, num_pages=num_pages, cache_type=cache_type, max_steps_in_flight=depth)
+    assert s.scheduler.stats().num_preemptions > 0
+    assert list(s.tokens.values()) == [continue_prompt(make_prompt(5, 50 * i), 20) for i in range(6)]
+    assert set(s.ends.values()) == {FinishReason.LENGTH}
+
+
+def test_schedule_oldest_request_is_never_preempted_and_others_at_most_once_for_each_older_one():
+    s = Scenario(num_pages=9)
+    requests = [s.submit(make_prompt(5, 50 * i), max_tokens=25) for i in range(5)]
+    s.run()
+    assert requests[0].num_preemptions == 0 < s.scheduler.stats().num_preemptions
+    assert all(request.num_preemptions <= i for i, request in enumerate(requests))
+
+
+def test_schedule_newest_request_makes_room_and_waits_for_an_older_one_to_end():
+    s = Scenario(num_pages=5, max_steps_in_flight=1)
+    first = s.submit(make_prompt(5, 0), max_tokens=12)
+    second = s.submit(make_prompt(5, 50), max_tokens=8)
+    s.advance(4)
+    assert (first.state, second.state) == ("running", "running")
+    s.advance()  # both are at a page's end, and one page is left
+    assert (first.state, second.state, second.slot) == ("running", "waiting", None)
+    assert (second.num_accepted_tokens, second.num_written_tokens) == (9, 0)
+    while not s.ends:
+        assert second.state == "waiting"
+        s.advance()
+    assert s.ends == {0: FinishReason.LENGTH}
+    s.run()
+    assert s.tokens == {i: continue_prompt(make_prompt(5, 50 * i), n) for i, n in enumerate((12, 8))}
+
+
+def test_schedule_admit_after_preemption_tells_prompt_from_output():
+    s = Scenario(num_pages=5, max_steps_in_flight=1)
+    s.submit(make_prompt(5), max_tokens=12)
+    second = s.submit(make_prompt(5, 50), max_tokens=8, stop_ids=(STOP,), min_tokens=6, script={4: STOP, 6: STOP})
+    admits = []
+    while s.scheduler.has_work:
+        admits += [] if (step := s.issue()) is None else step.admits
+        s.answer()
+    first_time, again = [admit for admit in admits if admit.seed == 1]
+    assert second.num_preemptions == 1
+    known = [*make_prompt(5, 50), *continue_prompt(make_prompt(5, 50), 4)]
+    assert (first_time.num_prompt_tokens, again.num_prompt_tokens) == (5, 5)
+    assert np.frombuffer(again.token_ids, np.int32).tolist() == known
+    assert again.num_cached_tokens == 4, "of 8 tokens written before, those that the first request left room for"
+    assert s.cached_tokens[1] == 0, "but it is no prefix hit of the prompt"
+    # min_tokens counts the output before the preemption, and no more than that.
+    assert s.ends[1] is FinishReason.STOP and len(s.tokens[1]) == 7
+
+
+def test_schedule_row_without_page_sits_out_until_one_comes_back():
+    s = Scenario(num_pages=6, max_steps_in_flight=2)
+    s.submit(make_prompt(3), max_tokens=4)
+    s.submit(make_prompt(8, 50), max_tokens=16)
+    s.submit(make_prompt(6, 100), max_tokens=4)
+    decode_sets = []
+    while s.scheduler.has_work:
+        step = s.issue()
+        if step is not None and step.decode_slots is not None:
+            decode_sets.append(get_decode_slots(step))
+        if step is None or len(s.unanswered) == 2:
+            s.answer()
+    assert any(1 not in slots for slots in decode_sets[1:-1]), "row 1 had to wait"
+    assert s.tokens[1] == continue_prompt(make_prompt(8, 50), 16)
+
+
+def test_schedule_no_more_are_preempted_than_the_missing_pages_need():
+    s = Scenario(num_pages=12, max_steps_in_flight=2, max_running_req=4)
+    requests = [s.submit(make_prompt(6, 50 * i), max_tokens=20) for i in range(4)]
+    while not s.scheduler.stats().num_preemptions:
+        s.advance()
+    assert [request.num_preemptions for request in requests] == [0, 0, 0, 1]
+    s.run()
+
+
+def test_complete_preempted_request_that_ends_while_draining_is_not_computed_again():
+    s = Scenario(num_pages=5, max_steps_in_flight=2)
+    s.submit(make_prompt(5), max_tokens=12)
+    second = s.submit(make_prompt(5, 50), max_tokens=8, stop_ids=(STOP,), script={3: STOP})
+    while not second.is_preempted:
+        if s.issue() is None:
+            s.answer()
+    assert second.state == "draining" and 1 not in s.ends
+    s.run()
+    assert s.ends[1] is FinishReason.STOP and len(s.tokens[1]) == 4
+
+
+@pytest.mark.parametrize("is_draining", [True, False])
+def test_abort_request_after_its_preemption_gives_its_tokens_and_pages_back(is_draining):
+    s = Scenario(num_pages=5, max_steps_in_flight=2)
+    s.submit(make_prompt(5), max_tokens=12)
+    second = s.submit(make_prompt(5, 50), max_tokens=8)
+    while second.state != ("draining" if is_draining else "waiting") or not second.num_preemptions:
+        if s.issue() is None:
+            s.answer()
+    outputs = s.abort(second)
+    assert outputs.tokens.tolist() == continue_prompt(make_prompt(5, 50), len(outputs.tokens)) != []
+    s.run()
+    assert s.ends == {0: FinishReason.LENGTH, 1: FinishReason.ABORT}
+
+
+def test_schedule_while_a_preempted_request_waits_nobody_else_is_admitted():
+    s = Scenario(num_pages=6, max_running_req=3)
+    requests = [s.submit(make_prompt(5, 50 * i), max_tokens=14) for i in range(2)]
+    while not requests[1].num_preemptions:
+        s.advance()
+    s.submit(make_prompt(2, 500), max_tokens=1)
+    while requests[1].state != "running":
+        assert 2 not in s.ends and s.scheduler.stats().num_waiting > 0
+        s.advance()
+    s.run()
+    assert set(s.ends) == {0, 1, 2}
+
+
+# ---------------------------------------------------------------------------------------------------- overtaking
+
+
+def test_schedule_later_prompt_overtakes_one_that_does_not_fit():
+    s = Scenario(num_pages=10)
+    s.submit(make_prompt(20), max_tokens=12)
+    s.advance()
+    big = s.submit(make_prompt(30, 100), max_tokens=2)
+    s.submit(make_prompt(3, 200), max_tokens=2)
+    s.advance(2)
+    assert (big.state, big.num_overtaken) == ("waiting", 1)
+    s.run()
+    assert next(iter(s.ends)) == 2
+    assert s.tokens[1] == continue_prompt(make_prompt(30, 100), 2)
+
+
+def test_schedule_request_overtaken_often_enough_bars_the_way():
+    s = Scenario(num_pages=20, max_running_req=3, context_limit_tokens=80)
+    s.submit(make_prompt(20), max_tokens=50)
+    s.advance()
+    big = s.submit(make_prompt(70, 100), max_tokens=2)
+    for i in range(8):
+        s.submit(make_prompt(3, 200 + 10 * i), max_tokens=2)
+    s.run()
+    assert big.num_overtaken == 3 and big.admission_order == 1 + 3
+
+
+def test_schedule_prompt_that_fits_only_without_margin_waits():
+    s = Scenario(num_pages=5, max_running_req=2)
+    first = s.submit(make_prompt(9), max_tokens=8)
+    second = s.submit(make_prompt(5, 50), max_tokens=3)
+    assert admitted(s) == [0], "2 pages are left, but the running request is about to need one"
+    s.run()
+    assert (first.num_preemptions, second.num_preemptions) == (0, 0)
+
+
+def test_schedule_lof_admits_the_longest_output_first():
+    s = Scenario(schedule_policy="lof", max_running_req=2)
+    for i, max_tokens in enumerate([5, 20, 9, 30]):
+        s.submit(make_prompt(5, 50 * i), max_tokens=max_tokens)
+    assert admitted(s) == [3, 1]
+    s.run()
+    assert list(s.ends) == [1, 3, 2, 0]
+
+
+# ---------------------------------------------------------------------------------------------------- books
+
+
+def make_running() -> tuple[Scenario, Request, Request]:
+    s = Scenario()
+    requests = [s.submit(make_prompt(6, 50 * i), max_tokens=9) for i in range(2)]
+    s.advance(2)
+    return s, requests[0], requests[1]
+
+
+def test_check_integrity_page_in_two_page_tables_is_an_error():
+    s, first, second = make_running()
+    table = s.scheduler._table.page_table
+    table[first.slot, 1] = table[second.slot, 1]
+    with pytest.raises(IntegrityError, match="two page tables"):
+        s.scheduler.check_integrity()
+
+
+def test_check_integrity_page_free_and_used_is_an_error():
+    s, first, _ = make_running()
+    s.scheduler._memory.pool.release(first.page_ids[1:2])
+    with pytest.raises(IntegrityError, match="free and in a page table"):
+        s.scheduler.check_integrity()
+
+
+def test_check_integrity_lost_page_is_a_leak():
+    s, _, _ = make_running()
+    s.scheduler._memory.pool.allocate(3)
+    assert s.scheduler.check_integrity() == 3
+
+
+def test_check_integrity_slot_given_back_twice_is_an_error():
+    s, _, _ = make_running()
+    s.scheduler._table.free_slots.append(0)
+    with pytest.raises(IntegrityError, match="slots"):
+        s.scheduler.check_integrity()
