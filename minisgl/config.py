@@ -36,7 +36,7 @@ ATTENTION_BACKENDS = ("torch", "fi", "triton", "fa", "trtllm")
 class EngineConfig:
     """Every option of an engine. One row each in `docs/config.md`.
 
-    Built by `EngineConfig.from_options`, which resolves aliases; a bad value raises `ValueError` naming option and value.
+    Built by `EngineConfig.from_options`, which resolves aliases. A bad value raises `ValueError` naming both.
     """
 
     model: str
@@ -68,8 +68,9 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model or "\0" in self.model:
             raise ValueError(f"model must be a folder, a file or a name, got {self.model!r}")
         for name, low, high in (
-            ("tp_size", 1, 1024), ("max_running_req", 1, 65_535), ("max_extend_tokens", 1, 2**20), ("page_size", 1, 1024),
-            ("max_steps_in_flight", 1, 8), ("max_queued_req", 1, 2**20), ("seed", -(2**63), 2**63 - 1),
+            ("tp_size", 1, 1024), ("max_running_req", 1, 65_535), ("max_extend_tokens", 1, 2**20),
+            ("page_size", 1, 1024), ("max_steps_in_flight", 1, 8), ("max_queued_req", 1, 2**20),
+            ("seed", -(2**63), 2**63 - 1),
         ):  # fmt: skip
             _check_int(name, getattr(self, name), low, high)
         for name, high in (("num_pages", 2**30), ("max_seq_len", 2**24)):

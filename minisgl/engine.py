@@ -284,9 +284,11 @@ def _announce(address: str, config: EngineConfig, ready: Ready, status_fd: int |
         report_ready(status_fd, {"address": address, "summary": ready.summary})
         return
     try:
-        print(f"minisgl {__version__} serves {config.model} at {address}: {tokens} KV tokens, {ready.summary}", flush=True)
+        print(
+            f"minisgl {__version__} serves {config.model} at {address}: {tokens} KV tokens, {ready.summary}", flush=True
+        )
     except OSError:  # nobody reads our output, which is no reason to end
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, it stays open
 
 
 def main() -> int:

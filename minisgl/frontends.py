@@ -78,7 +78,9 @@ class Frontends:
             elif isinstance(message, Hello):
                 self._greet(address, message, now)
             elif client is None:
-                self._reply_to_stranger(address, "say Hello first; or you were silent for so long that you were given up")
+                self._reply_to_stranger(
+                    address, "say Hello first; or you were silent for so long that you were given up"
+                )
             else:
                 self._handle(client, message)
 

@@ -1,8 +1,8 @@
 """Every message between minisgl's processes, and the codec that turns them into bytes.
 
-One message is one frame: a MessagePack array of the message's tag and its fields in order. The set of messages is closed
-(`MESSAGES`) and every field states its type and bounds, so that `decode` of any bytes whatever returns one of these
-classes or raises `ProtocolError`. A class is never chosen by a name on the wire, and nothing is ever unpickled.
+One message is one frame: a MessagePack array of the message's tag and its fields in order. The set of messages is
+closed (`MESSAGES`) and every field states its type and bounds, so that `decode` of any bytes whatever returns one of
+these classes or raises `ProtocolError`. A class is never chosen by a name on the wire, and nothing is ever unpickled.
 
 Lists of integers travel as raw little-endian bytes (`packed`): a consumer views them with `numpy.frombuffer`.
 `Hello` and `Refused` keep their layout in every version, so that two versions can tell each other apart.
@@ -197,8 +197,8 @@ class Refused:
 class Outputs:
     """New tokens of this frontend's requests, columnar: entry i owns the next num_tokens[i] of `tokens`.
 
-    An entry with finish STOP ended by a stop id, which is its last token. Requests that asked for k log-probabilities own,
-    for each token, the next k + 1 items of `logprob_ids` and `logprob_values`: the chosen token first, then the k best.
+    An entry with finish STOP ended by a stop id, which is its last token. Requests that asked for k log-probabilities
+    own, for each token, the next k + 1 items of `logprob_ids` and `logprob_values`: the chosen token, then the k best.
     """
 
     sequence: int = _wire(_u64)  # consecutive per frontend; a gap means a lost message
@@ -288,8 +288,8 @@ class Admit:
 class Step:
     """One batch: apply admits, then page grants, then the decode set, then run. See docs/ARCHITECTURE.md.
 
-    The Result has one token per sampling row: the decode rows (if `run_decode`), in the order of the decode set, then the
-    prefill rows that are the last chunk of their prompt, in the order of `prefills`.
+    The Result has one token per sampling row: the decode rows (if `run_decode`), in the order of the decode set, then
+    the prefill rows that are the last chunk of their prompt, in the order of `prefills`.
     """
 
     step_id: int = _wire(_integer(0, 2**63 - 1))  # consecutive from 0
@@ -324,10 +324,9 @@ class Ready:
 class Result:
     step_id: int = _wire(_integer(0, 2**63 - 1))
     tokens: bytes = _wire(_packed(4))  # [num_sampling_rows] u32; FAILED_ROW_BIT marks a row with a non-finite logit
-    logprob_ids: bytes = _wire(
-        _packed(4)
-    )  # i32: for each sampling row that asked for k, k + 1 items: chosen, then best
-    logprob_values: bytes = _wire(_packed(4))  # f32, likewise
+    # For each sampling row that asked for k log-probabilities, k + 1 items: the chosen token, then the k best.
+    logprob_ids: bytes = _wire(_packed(4))  # i32
+    logprob_values: bytes = _wire(_packed(4))  # f32
 
 
 @dataclass(frozen=True, slots=True)

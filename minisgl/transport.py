@@ -4,8 +4,9 @@
     PairChannel             one engine, one worker, one direction of work: `steps` or `results`
     memory_pair()           the in-memory twin of two connected PairChannels, for tests
 
-A channel belongs to one thread. Sending never blocks: a send that would is `ChannelBlocked` (PairChannel, ClientChannel)
-or False (ServerChannel). Frames larger than `MAX_FRAME_BYTES` never leave `encode`, since ZeroMQ would drop them silently.
+A channel belongs to one thread. Sending never blocks: a send that would is `ChannelBlocked` (PairChannel,
+ClientChannel) or False (ServerChannel). Frames larger than `MAX_FRAME_BYTES` never leave `encode`, since ZeroMQ would
+drop them silently.
 """
 
 import fcntl
@@ -223,7 +224,7 @@ class Readiness:
 
 
 class MemoryChannel:
-    """One end of `memory_pair`. Messages still pass through the codec, so that a test sees what the wire would carry."""
+    """One end of `memory_pair`. Messages still pass through the codec, so a test sees what the wire would carry."""
 
     def __init__(self, inbox: deque[bytes], outbox: deque[bytes]):
         self._inbox, self._outbox = inbox, outbox
@@ -266,7 +267,8 @@ def check_address(address: str) -> None:
         path = address.removeprefix("ipc://")
         if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
             raise ValueError(
-                f"socket path {path} has {len(os.fsencode(path))} bytes, limit {MAX_IPC_PATH_BYTES}; use a shorter folder"
+                f"socket path {path} has {len(os.fsencode(path))} bytes, limit {MAX_IPC_PATH_BYTES}; "
+                "use a shorter folder"
             )
         return
     if address.startswith("tcp://"):

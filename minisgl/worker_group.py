@@ -68,7 +68,9 @@ class WorkerGroup:
         self._num_sent = 0
         self._next_step = 0  # whose Result comes next
         self._last_check = self._last_probe = time.monotonic()
-        self._recording: BinaryIO | None = Path(config.record_steps).open("wb") if config.record_steps else None
+        self._recording: BinaryIO | None = None
+        if config.record_steps:
+            self._recording = Path(config.record_steps).open("wb")  # noqa: SIM115, closed in `end`
 
     def start(self) -> None:
         """Start every rank and send it its configuration; `is_ready` tells when all are there."""

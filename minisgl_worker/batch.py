@@ -74,6 +74,10 @@ class SlotState:
         self.temperature[slot] = admit.sampling.temperature
         self.seeds[slot] = admit.seed - (1 << 64) if admit.seed >= 1 << 63 else admit.seed
 
+    def store_tokens(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
+        """Make tokens [n] i64 the newest ones of slots [n]."""
+        self.last_token[send_to_device(slots, self._device)] = tokens
+
     def build(self, step: Step, kv: KVCache) -> StepBatch:
         """The batch of an applied step; advances `seq_lens` past it."""
         decode = self.decode_slots if step.run_decode else self.decode_slots[:0]
@@ -101,6 +105,7 @@ class SlotState:
             num_decode=len(decode),
             decode_page_table=self._to_device(self.page_table[decode, :width]),
             decode_seq_lens=self._to_device((first + 1).astype(np.int32)),
+            decode_slots=None,
             prefills=self._prefill_rows(prefills, len(decode), kv.page_size),
             sampling_rows=self._to_device(np.concatenate([np.arange(len(decode)), chunk_ends[last_chunk] - 1])),
         )
@@ -109,8 +114,8 @@ class SlotState:
     def _prefill_rows(self, prefills: NDArray[np.int32], row: int, page_size: int) -> tuple[PrefillRow, ...]:
         rows = []
         for slot, start, length, _ in prefills.tolist():
-            pages = self.page_table[slot, : -(-(start + length) // page_size)].astype(np.int64)
-            rows.append(PrefillRow(row, length, start, self._to_device(pages)))
+            pages = self.page_table[slot, : -(-(start + length) // page_size)].copy()
+            rows.append(PrefillRow(row, length, start, torch.from_numpy(pages)))
             row += length
         return tuple(rows)
 
@@ -123,4 +128,10 @@ class SlotState:
         return torch.cat(parts)
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+        return send_to_device(array, self._device)
+
+
+def send_to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """A copy on the device, made without waiting for it (through pinned memory, which torch keeps until the copy is done)."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

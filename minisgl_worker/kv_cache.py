@@ -7,8 +7,8 @@ from torch import Tensor
 class KVCache:
     """K and V of every layer, in pages of `page_size` tokens.
 
-    One dummy page follows the pages that the scheduler hands out: padding rows write there. Memory is not cleared (on the
-    CPU the kernel commits it only when it is written), so a reader must never let an unwritten value reach a result.
+    One dummy page follows the pages that the scheduler hands out: padding rows write there. Memory is not cleared (on
+    the CPU the kernel commits it only when it is written): a reader must never let an unwritten value reach a result.
 
     Attributes:
         k, v: one tensor per layer, [num_pages + 1, page_size, num_kv_heads, head_dim].

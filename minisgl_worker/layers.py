@@ -1,4 +1,4 @@
-"""Building blocks of the models: each holds its rank's part of the weights and says where in a checkpoint they come from.
+"""Building blocks of the models: each holds its rank's part of the weights and says where in a checkpoint they are.
 
 Plain classes, not `nn.Module`: nothing here is trained, and a step calls some 200 of them.
 """
@@ -23,7 +23,7 @@ from minisgl_worker.parallel import ParallelGroup
 class WeightSource:
     """Where one piece of memory gets its values: a slice of a tensor of the checkpoint.
 
-    The slice is rows (dim 0) or columns (dim 1) `start` to `start + length`; rows of the target past it stay as they are.
+    The slice is rows (dim 0) or columns (dim 1) `start` to `start + length`; rows of the target past it stay as is.
     """
 
     name: str  # of the checkpoint's tensor, as transformers names it
@@ -111,9 +111,7 @@ class RowLinear:
 
     def weights(self, name: str) -> Iterator[WeightSource]:
         out_size = self.weight.shape[0]
-        yield WeightSource(
-            f"{name}.weight", self.weight, (out_size, self._in_size), 1, self._first, self._length
-        )
+        yield WeightSource(f"{name}.weight", self.weight, (out_size, self._in_size), 1, self._first, self._length)
         if self.bias is not None:
             yield WeightSource(f"{name}.bias", self.bias, (out_size,))
 
@@ -154,7 +152,7 @@ class GatedMLP:
         size, hidden = config.intermediate_size, config.hidden_size
         share = place.group.share(size, "MLP columns (intermediate_size)")
         first = place.group.rank * share
-        parts = {name: (size, first, share) for name in ("gate_proj", "up_proj")}
+        parts = dict.fromkeys(("gate_proj", "up_proj"), (size, first, share))
         self.gate_up = ColumnLinear(hidden, parts, config.mlp_bias, place)
         self.down = RowLinear(size, first, share, hidden, config.mlp_bias, place)
 

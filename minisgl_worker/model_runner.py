@@ -1,40 +1,46 @@
 """Runs Steps: from wire messages to sampled tokens on one device."""
 
-import os
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ModelLoadError
-from minisgl.model_folder import ModelConfig, ModelFolder, resolve_model
+from minisgl.model_folder import ModelFolder, resolve_model
 from minisgl.protocol import Result, Step
 from minisgl_worker.attention import make_backend
 from minisgl_worker.batch import SlotState
+from minisgl_worker.cuda_graph import DecodeGraphs, choose_buckets
 from minisgl_worker.kv_cache import KVCache
 from minisgl_worker.layers import Place, share_kv_heads
+from minisgl_worker.memory import fit_pages, measure_step_bytes
 from minisgl_worker.models import MODELS
 from minisgl_worker.parallel import ParallelGroup
 from minisgl_worker.rotary import build_rotary_table
-from minisgl_worker.sampler import Sampled, Sampler
+from minisgl_worker.sampler import Logprobs, Sampler
 from minisgl_worker.weights import fill_dummy_weights, load_weights
-
-CPU_POOL_SHARE = 0.25  # of free memory at most: the CPU's memory belongs to the user's other programs too
 
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """A step that was launched. On a GPU its tokens may not be there yet."""
+    """A step that was launched. On a GPU its outcome may still be on the way to these host tensors."""
 
     step_id: int
-    sampled: Sampled
+    tokens: Tensor  # [num_sampling_rows] i32 host; the sign bit is the wire's FAILED_ROW_BIT
+    logprob_ids: Tensor  # [num_items] i32 host
+    logprob_values: Tensor  # [num_items] f32 host
+    is_done: torch.cuda.Event | None
 
     def result(self) -> Result:
-        """Waits for the step's tokens."""
-        ids = [i.cpu().numpy().astype("<i4").tobytes() for i in self.sampled.logprob_ids]
-        values = [v.cpu().numpy().astype("<f4").tobytes() for v in self.sampled.logprob_values]
-        return Result(self.step_id, self.sampled.packed_tokens(), b"".join(ids), b"".join(values))
+        """Waits for the outcome."""
+        if self.is_done is not None:
+            self.is_done.synchronize()
+        ids, values = self.logprob_ids.numpy().tobytes(), self.logprob_values.numpy().tobytes()
+        return Result(self.step_id, self.tokens.numpy().tobytes(), ids, values)
 
 
 class ModelRunner:
@@ -47,72 +53,120 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, rank: int = 0, rendezvous: str = ""):
         started = time.monotonic()
         folder = resolve_model(config.model, need_weights=not config.use_dummy_weight)
-        self.model_config = folder.config
+        self.model_config = model = folder.config
         self.device = choose_device(config.device, rank)
-        self.dtype = getattr(torch, folder.config.dtype if config.dtype == "auto" else config.dtype)
+        self.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         group = ParallelGroup.join(rank, config.tp_size, rendezvous, self.device)
-        self.max_seq_len = min(config.max_seq_len or 2**31, folder.config.max_position_embeddings)
-        self._backend_name, backend = make_backend(config, folder.config, self.device)
-        table = build_rotary_table(folder.config, self.max_seq_len, self.dtype, self.device)
+        self.max_seq_len = min(config.max_seq_len or 2**31, model.max_position_embeddings)
+        num_heads = group.share(model.num_heads, "attention heads")
+        num_kv_heads, _ = share_kv_heads(model.num_kv_heads, group)
+        self._backend_name, self._backend = make_backend(
+            config.attention_pair(), model, num_heads, num_kv_heads, config.max_running_req, self.device
+        )
+        table = build_rotary_table(model, self.max_seq_len, self.dtype, self.device)
         place = Place(group, self.dtype, self.device)
-        self.model = MODELS[folder.config.architecture](folder.config, table, backend, place)
-        _fill_weights(self.model, folder, config)
-        self.num_pages = config.num_pages or self._fit_pages(config, group)
-        num_kv_heads, _ = share_kv_heads(folder.config.num_kv_heads, group)
-        self.kv = KVCache(folder.config.num_layers, self.num_pages, config.page_size, num_kv_heads,
-                          folder.config.head_dim, self.dtype, self.device)  # fmt: skip
-        max_pages = -(-self.max_seq_len // config.page_size)
-        self.slots = SlotState(config.max_running_req, max_pages, self.device)
-        self.sampler = Sampler(self.slots, folder.config.vocab_size, self.device)
-        self.load_seconds = time.monotonic() - started
+        self._model = MODELS[model.architecture](model, table, self._backend, place)
+        with torch.inference_mode():
+            _fill_weights(self._model, folder, config)
+            buckets = []
+            if self.device.type == "cuda":
+                buckets = choose_buckets(config.max_running_req, config.cuda_graph_bs, config.cuda_graph_max_bs)
+            self.num_pages = config.num_pages or self._fit_pages(config, num_kv_heads, group, sum(buckets))
+            self.kv = self._make_kv(self.num_pages, config.page_size, num_kv_heads)
+            max_pages = -(-self.max_seq_len // config.page_size)
+            self._slots = SlotState(config.max_running_req, max_pages, self.device)
+            self._sampler = Sampler(self._slots, model.vocab_size, self.device)
+            self._graphs = None
+            if buckets:
+                self._graphs = DecodeGraphs(buckets, self._slots, self.kv, self._backend, self._model.forward)
+                self._graphs.capture()
+        self._load_seconds = time.monotonic() - started
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepHandle:
-        """Apply and launch one step; steps run in the order of these calls."""
-        self.slots.apply(step)
+        """Apply and launch one step; steps run in the order of these calls. Does not wait for the device."""
+        self._slots.apply(step)
         for admit in step.admits:
-            self.sampler.admit(admit.slot)
-        batch = self.slots.build(step, self.kv)
-        if not len(batch.tokens):
-            empty = torch.zeros(0, dtype=torch.int64)
-            return StepHandle(step.step_id, Sampled(empty, empty.bool(), [], []))
-        logits = self.model.forward(batch.tokens, batch.forward)
-        sampled = self.sampler.draw(logits, batch.sampling_slots, batch.sampling_positions)
-        self.slots.last_token[torch.from_numpy(batch.sampling_slots).to(self.device)] = sampled.tokens
-        return StepHandle(step.step_id, sampled)
+            self._sampler.admit(admit.slot)
+        grants = np.frombuffer(step.page_grants, "<i4").reshape(-1, 3)
+        num_rows = len(self._slots.decode_slots) if step.run_decode else 0
+        is_steady = num_rows > 0 and not step.admits and not step.prefills
+        if self._graphs is not None and is_steady and max(num_rows, len(grants)) <= self._graphs.max_rows:
+            return self._replay(step, grants)
+        return self._run_eager(step, grants)
 
     def summary(self) -> str:
         """One line for the log."""
         tokens = self.num_pages * self.kv.page_size
         return (
             f"{self.model_config.architecture} in {str(self.dtype).removeprefix('torch.')} on {self.device}, "
-            f"{self._backend_name} attention, KV pool of {tokens} tokens, loaded in {self.load_seconds:.1f} s"
+            f"{self._backend_name} attention, KV pool of {tokens} tokens, loaded in {self._load_seconds:.1f} s"
         )
 
-    def _fit_pages(self, config: EngineConfig, group: ParallelGroup) -> int:
-        """Pages that fit the memory left; on the CPU no more than all requests at full length could use.
+    def _replay(self, step: Step, grants: NDArray[np.int32]) -> StepHandle:
+        """A step of decode rows alone, as one graph replay."""
+        assert self._graphs is not None
+        slots = self._slots.decode_slots
+        graph = self._graphs.run(grants)
+        self._slots.seq_lens[slots] += 1
+        out = graph.out[: len(slots)]
+        logprobs = None
+        if self._sampler.has_extras(slots):
+            tokens = graph.tokens[: len(slots)]
+            logprobs = self._sampler.apply_extras(graph.logits, tokens, slots, self._slots.seq_lens[slots])
+            self._slots.last_token[graph.inputs.slots[: len(slots)].to(torch.int64)] = tokens
+            out = _mark_failed(tokens, out < 0)
+        return self._make_handle(step.step_id, out, logprobs)
 
-        Memory of the CPU's pool is committed by the kernel as pages are first written, so a large pool costs nothing
-        until it is needed.
-        """
-        num_kv_heads, _ = share_kv_heads(self.model_config.num_kv_heads, group)
+    def _run_eager(self, step: Step, grants: NDArray[np.int32]) -> StepHandle:
+        """Any step, as one packed forward pass."""
+        batch = self._slots.build(step, self.kv)
+        changed = [admit.slot for admit in step.admits] + grants[:, 0].tolist()
+        handle = None
+        if len(batch.tokens):
+            self._backend.plan(batch.forward)
+            logits = self._model.forward(batch.tokens, batch.forward)
+            slots, positions = batch.sampling_slots, batch.sampling_positions
+            draw = self._sampler.draw(logits, slots, positions)
+            logprobs = None
+            if self._sampler.has_extras(slots):
+                logprobs = self._sampler.apply_extras(logits, draw.tokens, slots, positions)
+            self._slots.store_tokens(slots, draw.tokens)
+            handle = self._make_handle(step.step_id, _mark_failed(draw.tokens, draw.failed), logprobs)
+        if self._graphs is not None:
+            self._graphs.sync_slots(np.array(sorted(set(changed)), np.int64))
+        return handle or self._make_handle(step.step_id, torch.zeros(0, dtype=torch.int32), None)
+
+    def _make_handle(self, step_id: int, out: Tensor, logprobs: Logprobs | None) -> StepHandle:
+        """Start the copies to the host."""
+        ids, values = (out[:0], out[:0].float()) if logprobs is None else (logprobs.token_ids, logprobs.values)
+        if self.device.type != "cuda":
+            return StepHandle(step_id, out, ids, values, None)
+        hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (out, ids, values)]
+        for host, source in zip(hosts, (out, ids, values), strict=True):
+            if len(host):
+                host.copy_(source, non_blocking=True)
+        is_done = torch.cuda.Event()
+        is_done.record()
+        return StepHandle(step_id, *hosts, is_done)
+
+    def _make_kv(self, num_pages: int, page_size: int, num_kv_heads: int) -> KVCache:
+        model = self.model_config
+        return KVCache(model.num_layers, num_pages, page_size, num_kv_heads, model.head_dim, self.dtype, self.device)
+
+    def _fit_pages(self, config: EngineConfig, num_kv_heads: int, group: ParallelGroup, num_graph_rows: int) -> int:
+        """Pages for what memory is left beside the weights, the largest step and the graphs."""
+        model = self.model_config
         page_bytes = KVCache.bytes_per_page(
-            self.model_config.num_layers, config.page_size, num_kv_heads, self.model_config.head_dim, self.dtype
+            model.num_layers, config.page_size, num_kv_heads, model.head_dim, self.dtype
         )
+        reserved_bytes = 0
         if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            budget = int(free - (1 - config.memory_ratio) * total)
-        else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            budget = int(free * CPU_POOL_SHARE * config.memory_ratio / group.size)
+            tiny = self._make_kv(1, config.page_size, num_kv_heads)
+            reserved_bytes = measure_step_bytes(self._model.forward, self._backend, tiny, config, self.max_seq_len)
+            reserved_bytes += num_graph_rows * model.vocab_size * self.dtype.itemsize  # each graph keeps its logits
         most = config.max_running_req * -(-self.max_seq_len // config.page_size)
-        pages = min(budget // page_bytes - 1, most)  # one more is the dummy page
-        if pages < 1:
-            raise ModelLoadError(
-                f"no room for a KV pool: {budget} bytes are left of {free} free ones, a page of {config.page_size} "
-                f"tokens takes {page_bytes}; raise memory_ratio, or use a smaller model or dtype"
-            )
-        return pages
+        return fit_pages(page_bytes, reserved_bytes, most, config, self.device, group.size)
 
 
 def choose_device(name: str, rank: int) -> torch.device:
@@ -121,14 +175,20 @@ def choose_device(name: str, rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if rank >= count:
-        raise ModelLoadError(f"rank {rank} needs its own CUDA device, {count} are visible; use device=cpu or fewer ranks")
+        raise ModelLoadError(
+            f"rank {rank} needs its own CUDA device, {count} are visible; use device=cpu or fewer ranks"
+        )
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
 
 
+def _mark_failed(tokens: Tensor, failed: Tensor) -> Tensor:
+    """[n] i32 with the sign bit set where a row failed."""
+    return torch.where(failed, tokens - 2**31, tokens).to(torch.int32)
+
+
 def _fill_weights(model: object, folder: ModelFolder, config: EngineConfig) -> None:
-    with torch.inference_mode():
-        if config.use_dummy_weight:
-            fill_dummy_weights(model.weights())
-        else:
-            load_weights(model.weights(), folder)
+    if config.use_dummy_weight:
+        fill_dummy_weights(model.weights())
+    else:
+        load_weights(model.weights(), folder)

@@ -11,7 +11,7 @@ from minisgl.errors import ModelLoadError
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroup:
-    """This rank's place among the ranks that share a model. One rank costs nothing: every operation returns its input."""
+    """This rank's place among the ranks that share a model. With one rank, every operation returns its input."""
 
     rank: int = 0
     size: int = 1

@@ -23,7 +23,9 @@ def build_rotary_table(config: ModelConfig, num_positions: int, dtype: torch.dty
     """
     rope = config.rope
     if rope.kind not in FREQUENCIES:
-        raise ModelLoadError(f"rotary embedding of kind {rope.kind!r} is not supported; supported are {list(FREQUENCIES)}")
+        raise ModelLoadError(
+            f"rotary embedding of kind {rope.kind!r} is not supported; supported are {list(FREQUENCIES)}"
+        )
     frequencies, factor = FREQUENCIES[rope.kind](rope, config.head_dim, config.max_position_embeddings)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)

@@ -17,23 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.protocol import FAILED_ROW_BIT, Sampling
-from minisgl_worker.batch import SlotState
-from minisgl_worker.kernels.sampling import sample
+from minisgl.protocol import Sampling
+from minisgl_worker.batch import SlotState, send_to_device
+from minisgl_worker.kernels.sampling import Draw, sample
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """The outcome of one step, on the device."""
+class Logprobs:
+    """For each row that asked for k, k + 1 items: the chosen token, then the k best. On the device, rows in order."""
 
-    tokens: Tensor  # [num_rows] i64, always valid ids
-    failed: Tensor  # [num_rows] bool
-    logprob_ids: list[Tensor]  # per row that asked for k: [k + 1] i64, the chosen token, then the k best
-    logprob_values: list[Tensor]  # likewise, f32
-
-    def packed_tokens(self) -> bytes:
-        """[num_rows] u32, the failure bit included. Waits for the device."""
-        return (self.tokens + self.failed.to(torch.int64) * FAILED_ROW_BIT).cpu().numpy().astype("<u4").tobytes()
+    token_ids: Tensor  # [num_items] i32
+    values: Tensor  # [num_items] f32
 
 
 class Sampler:
@@ -56,36 +50,48 @@ class Sampler:
             token_ids = torch.from_numpy(self._slots.token_ids(slot).astype(np.int64)).to(self._device)
             self._counts[slot] = _TokenCounts(token_ids, int(self._slots.num_prompt_tokens[slot]), self._vocab_size)
 
-    def draw(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Sampled:
-        """The next token of each row.
+    def has_extras(self, slots: NDArray[np.int64]) -> bool:
+        """Whether a row of these slots needs more than the plain rule."""
+        return bool(self._has_extras[slots].any())
+
+    def draw(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Draw:
+        """The next token of each row by the plain rule.
 
         Args:
             logits: [num_rows, vocab] any float dtype.
             slots: [num_rows] slot of each row.
             positions: [num_rows] number of tokens before the one that is drawn.
         """
-        slot_ids = torch.from_numpy(slots).to(self._device)
-        temperature, seeds = self._slots.temperature[slot_ids], self._slots.seeds[slot_ids]
-        where = torch.from_numpy(positions).to(self._device)
-        plain = sample(logits, temperature, seeds, where)
-        tokens, ids, values = plain.tokens, [], []
+        rows = send_to_device(slots, self._device)
+        where = send_to_device(positions, self._device)
+        return sample(logits, self._slots.temperature[rows], self._slots.seeds[rows], where)
+
+    def apply_extras(
+        self, logits: Tensor, tokens: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> Logprobs:
+        """Draw the rows with extras again, into `tokens` [num_rows] i64; other arguments as `draw`."""
+        ids, values = [], []
         for row in np.flatnonzero(self._has_extras[slots]).tolist():
-            sampling = self._slots.sampling[slots[row]]
+            slot, position = int(slots[row]), int(positions[row])
+            sampling = self._slots.sampling[slot]
             assert sampling is not None
-            one = slice(row, row + 1)
             if _has_filters(sampling):
-                changed = self._apply_extras(logits[row], sampling, int(slots[row]), int(positions[row]))
-                tokens[one] = sample(changed[None], temperature[one], seeds[one], where[one]).tokens
-                if slots[row] in self._counts:
-                    self._counts[int(slots[row])].add(tokens[row])
+                changed = self._change_logits(logits[row], sampling, slot, position)
+                where = torch.full((1,), position, dtype=torch.int64, device=self._device)
+                temperature, seeds = self._slots.temperature[slot : slot + 1], self._slots.seeds[slot : slot + 1]
+                tokens[row] = sample(changed[None], temperature, seeds, where).tokens[0]
+                if slot in self._counts:
+                    self._counts[slot].add(tokens[row])
             if sampling.num_logprobs is not None:
                 row_ids, row_values = _log_probabilities(logits[row], tokens[row], sampling.num_logprobs)
                 ids.append(row_ids)
                 values.append(row_values)
-        return Sampled(tokens, plain.failed, ids, values)
+        if not ids:
+            return Logprobs(tokens.new_empty(0, dtype=torch.int32), tokens.new_empty(0, dtype=torch.float32))
+        return Logprobs(torch.cat(ids).to(torch.int32), torch.cat(values))
 
-    def _apply_extras(self, logits: Tensor, sampling: Sampling, slot: int, position: int) -> Tensor:
-        """The row's logits [vocab] after everything but temperature, fp32 (fp64 for fp64); what is filtered out is -inf."""
+    def _change_logits(self, logits: Tensor, sampling: Sampling, slot: int, position: int) -> Tensor:
+        """The row's logits [vocab] after everything but temperature, fp32 (fp64 for fp64); -inf where filtered out."""
         x = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
         if sampling.bias_ids:
             x[self._ids(sampling.bias_ids)] += torch.from_numpy(np.frombuffer(sampling.bias_values, "<f4").copy()).to(x)
@@ -149,9 +155,7 @@ def _log_probabilities(logits: Tensor, token: Tensor, num_best: int) -> tuple[Te
 
 
 def _has_penalties(sampling: Sampling) -> bool:
-    return bool(
-        sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
-    )
+    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
 
 
 def _has_filters(sampling: Sampling) -> bool:

@@ -154,4 +154,6 @@ def _may_be_left(name: str, config: ModelConfig) -> bool:
 
 def _refuse_extra(names: list[str], path: Path) -> None:
     if names:
-        raise ModelLoadError(f"{path} holds {len(names)} tensors that the model has no place for: {', '.join(names[:5])}")
+        raise ModelLoadError(
+            f"{path} holds {len(names)} tensors that the model has no place for: {', '.join(names[:5])}"
+        )

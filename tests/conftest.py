@@ -16,7 +16,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    limit_s = TIME_LIMITS_S[item.path.relative_to(Path(__file__).parent).parts[0]]
+    marker = item.get_closest_marker("time_limit")
+    limit_s = marker.args[0] if marker else TIME_LIMITS_S[item.path.relative_to(Path(__file__).parent).parts[0]]
 
     def expire(signum: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"{item.name} is not done after {limit_s} s")

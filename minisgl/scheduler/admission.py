@@ -22,8 +22,7 @@ class Admission:
     A request is passed over while it does not fit into the available pages, or while the next page of its prompt is
     being computed for another request (it waits to share it). Others may then overtake it, at most `max_overtakes` of
     them; after that it bars the way. A preempted request bars the way at once, from the moment when it starts to drain.
-    It needs at least the pages that it gave up, and fewer came back than were missing without it: so it fits again only
-    after an older one has ended, and is preempted at most once for each older one.
+    It may come back after an older one has ended, and so is preempted at most once for each older one.
     """
 
     def __init__(self, memory: KVMemory, table: SlotTable, queue: WaitingQueue, max_overtakes: int) -> None:
@@ -39,7 +38,7 @@ class Admission:
         while (preempted := self._queue.first_preempted) is not None:
             match = self._memory.match(preempted)
             is_sharing = self._memory.is_next_page_in_progress(preempted, match)
-            if is_sharing or not self._fits(preempted, match):
+            if is_sharing or not self._may_return(preempted) or not self._fits(preempted, match):
                 return
             yield preempted, match
         yield from self._iter_new()
@@ -62,6 +61,14 @@ class Admission:
             skipped.append(request)
             if request.num_overtaken >= self._max_overtakes or len(skipped) == MAX_SKIPPED_REQUESTS:
                 return
+
+    def _may_return(self, request: Request) -> bool:
+        """Whether, since a request was preempted, an older one has ended.
+
+        It seldom fits before, but it may, having given up pages of its own for shared ones: only to be in the way again.
+        """
+        assert request.admission_order is not None, f"{request} was never admitted"
+        return self._table.count_live_older(request.admission_order) < request.num_live_older
 
     def _fits(self, request: Request, match: PrefixMatch) -> bool:
         """Whether its pages are available, and one more for each running request as a margin against preemption."""

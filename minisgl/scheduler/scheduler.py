@@ -344,6 +344,7 @@ class Scheduler:
             self._queue.remove(request)
             request.state = RequestState.FINISHED
             return
+        self._table.is_live[request.slot] = False
         if reason is not FinishReason.LENGTH:  # a length is known at issue: no row comes after it
             for record in self._in_flight:
                 row = record.row_of(request)
@@ -354,8 +355,10 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Let a running request drain and then wait again, to be computed anew from the tokens it has by then."""
+        assert request.admission_order is not None, f"{request} was never admitted"
         self._num_preemptions += 1
         request.num_preemptions += 1
+        request.num_live_older = self._table.count_live_older(request.admission_order)
         request.is_preempted = True
         self._queue.num_returning += 1
         self._drain(request)

@@ -1,6 +1,6 @@
 """What one forward pass needs besides the weights (`ForwardBatch`), and what an attention backend is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -15,7 +15,7 @@ class PrefillRow:
     first_row: int  # of its tokens in the batch
     num_tokens: int
     first_position: int  # = number of tokens of this request already in the cache
-    page_ids: Tensor  # [num_pages_covered] i64, of positions 0, page_size, ... up to the last token of this row
+    page_ids: Tensor  # [num_pages_covered] i32 host, of positions 0, page_size, ... up to the last token of this row
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,34 @@ class ForwardBatch:
     positions: Tensor  # [num_tokens] i64
     kv_locations: Tensor  # [num_tokens] i64, page * page_size + offset: where the token's K and V go
     num_decode: int
-    decode_page_table: Tensor  # [num_decode, max_pages_in_batch] i32
-    decode_seq_lens: Tensor  # [num_decode] i32, the current token included
+    decode_page_table: Tensor  # [num_table_rows, max_pages] i32
+    decode_seq_lens: Tensor  # [num_table_rows] i32, the current token included
+    decode_slots: Tensor | None  # [num_decode] i32: the table row of each decode row; None = its own number
     prefills: tuple[PrefillRow, ...]
-    sampling_rows: Tensor  # [num_sampling_rows] i64: rows of the batch to sample after, decode rows then last chunks
+    sampling_rows: (
+        Tensor | None
+    )  # [num_sampling_rows] i64: rows to sample after, decode rows then last chunks; None = all
+
+    def decode_part(self) -> "ForwardBatch":
+        """The decode rows alone, as attention sees them."""
+        return replace(self, prefills=())
+
+    def prefill_part(self) -> "ForwardBatch":
+        """The prefill rows alone, as attention sees them: their tokens counted from 0."""
+        moved = (replace(row, first_row=row.first_row - self.num_decode) for row in self.prefills)
+        return replace(self, num_decode=0, prefills=tuple(moved))
 
 
 class AttentionBackend(Protocol):
-    """Attention over the paged cache. K and V of the batch's own tokens are in the cache when `attend` is called."""
+    """Attention over the paged cache."""
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Prepare for a batch: called once before its layers. May run on the device; must not wait for it."""
+        ...
 
     def attend(self, query: Tensor, layer: int, batch: ForwardBatch) -> Tensor:
-        """Query and result [num_tokens, num_heads, head_dim], one dtype; rows in the batch's order."""
+        """Query and result [num_tokens, num_heads, head_dim], one dtype; rows in the batch's order.
+
+        K and V of the batch's own tokens are in the cache already.
+        """
         ...

@@ -15,6 +15,9 @@ class TorchAttention:
         self._windows = config.layer_windows
         self._scale = config.head_dim**-0.5
 
+    def plan(self, batch: ForwardBatch) -> None:
+        """Nothing to prepare."""
+
     def attend(self, query: Tensor, layer: int, batch: ForwardBatch) -> Tensor:
         k_cache, v_cache = batch.kv.layer(layer)
         window = self._windows[layer]
@@ -30,17 +33,19 @@ class TorchAttention:
         self, query: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, window: int | None
     ) -> Tensor:
         """query [rows, heads, dim] over the pages of each row, all rows at once, padded to the longest."""
-        rows, table = query.shape[0], batch.decode_page_table
+        rows, table, seq_lens = query.shape[0], batch.decode_page_table, batch.decode_seq_lens
+        if batch.decode_slots is not None:
+            table, seq_lens = table[batch.decode_slots], seq_lens[batch.decode_slots]
         page_size, num_kv_heads, head_dim = k_cache.shape[1:]
         length = table.shape[1] * page_size
         flat = table.flatten()
         key = k_cache.index_select(0, flat).view(rows, length, num_kv_heads, head_dim).transpose(1, 2)
         value = v_cache.index_select(0, flat).view(rows, length, num_kv_heads, head_dim).transpose(1, 2)
         positions = torch.arange(length, device=query.device)
-        visible = positions < batch.decode_seq_lens[:, None]
+        visible = positions < seq_lens[:, None]
         if window is not None:
-            visible &= positions >= batch.decode_seq_lens[:, None] - window
-        # Memory that nobody wrote may hold NaN, and 0 * NaN is NaN: hidden values must be replaced, not only weighted 0.
+            visible &= positions >= seq_lens[:, None] - window
+        # Memory that nobody wrote may hold NaN, and 0 * NaN is NaN: hidden values must be replaced, not weighted 0.
         hidden = ~visible[:, None, :, None]
         key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
         out = F.scaled_dot_product_attention(
@@ -50,9 +55,10 @@ class TorchAttention:
 
     def _prefill(self, query: Tensor, k_cache: Tensor, v_cache: Tensor, row: PrefillRow, window: int | None) -> Tensor:
         """query [tokens, heads, dim], the tokens of one request from first_position on, over its pages up to them."""
-        tokens, end = row.num_tokens, row.first_position + row.num_tokens
-        key = k_cache.index_select(0, row.page_ids).flatten(0, 1)[:end].transpose(0, 1)
-        value = v_cache.index_select(0, row.page_ids).flatten(0, 1)[:end].transpose(0, 1)
+        end = row.first_position + row.num_tokens
+        pages = row.page_ids.to(query.device)
+        key = k_cache.index_select(0, pages).flatten(0, 1)[:end].transpose(0, 1)
+        value = v_cache.index_select(0, pages).flatten(0, 1)[:end].transpose(0, 1)
         mask = None
         if row.first_position or window is not None:
             positions = torch.arange(end, device=query.device)

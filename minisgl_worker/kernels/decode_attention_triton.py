@@ -1,11 +1,11 @@
 """Split-KV decode attention without a plan on the host.
 
-The tokens of all rows, laid end to end in units of `UNIT_TOKENS`, are cut into `num_workers` equal ranges. A first kernel
-(once per step) writes where each range begins; it needs nothing but the lengths on the device, so a captured graph serves
-any lengths. Each worker of the attention kernel then walks its range: the part of a row that it covers is a segment. A row
-inside one worker is written at once; a row cut over several leaves one partial result per segment, and the worker that
-finishes last combines them in order. All KV heads of a range run side by side, so that whole cache lines of a token are
-read together, and the grid depends on the device and the configuration only.
+The tokens of all rows, laid end to end in units of `UNIT_TOKENS`, are cut into `num_workers` equal ranges. A first
+kernel (once per step) writes where each range begins; it needs nothing but the lengths on the device, so a captured
+graph serves any lengths. Each worker of the attention kernel then walks its range: the part of a row that it covers is
+a segment. A row inside one worker is written at once; a row cut over several leaves one partial result per segment, and
+the worker that finishes last combines them in order. All KV heads of a range run side by side, so that the lines of a
+token are read together, and the grid depends on the device and the configuration only.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class DecodeConfig:
 class DecodePlan:
     """How one step's KV is cut over workers, and the memory in which workers hand over partial results.
 
-    Made once per attention window; `build` fills it for each step (one kernel, capturable). Not for two streams at a time.
+    Made once per attention window; `build` fills it for each step (one kernel, capturable). For one stream at a time.
     """
 
     def __init__(
@@ -81,21 +81,24 @@ def decode_attention(
     seq_lens: Tensor,
     scale: float,
     plan: DecodePlan,
+    out: Tensor,
+    *,
     slots: Tensor | None = None,
     plan_is_old: bool = False,
-) -> Tensor:
+) -> None:
     """Attention of one token per row, on the lengths that `plan.build` saw. Arguments as `decode_attention_reference`.
 
     Args:
+        out: as query; written.
         plan_is_old: the kernel launched just before this one is `qk_norm_rope_append`, or none of this package, and all
             arguments but `query` and the caches are older than it: they may then be read while it still runs.
     """
     num_rows, num_heads, head_dim = query.shape
     page_size, num_kv_heads = k_cache.shape[1:3]
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1, "k and v cache need one layout"
-    assert query.is_contiguous() and page_table.stride(1) == 1, "query and page table must be contiguous"
+    assert query.is_contiguous() and out.is_contiguous() and page_table.stride(1) == 1, "rows must be contiguous"
     group = num_heads // num_kv_heads
-    config, pdl, out = plan.config, use_pdl(query), torch.empty_like(query)
+    config, pdl = plan.config, use_pdl(query)
     if num_rows:
         _decode_kernel[(num_kv_heads, plan.num_workers)](
             query, k_cache, v_cache, page_table, seq_lens, slots, out,
@@ -107,7 +110,6 @@ def decode_attention(
             COMBINE_GROUP=triton.next_power_of_2(group), PARTS=COMBINE_PARTS, PDL=pdl, EARLY=plan_is_old,
             num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
         )  # fmt: skip
-    return out
 
 
 @triton.jit
@@ -266,7 +268,7 @@ def _attend_segment(
 
 @triton.jit
 def _place(worker, first_worker, row_begin, per_worker):
-    """Where a worker leaves its part of a row: a segment that opens a row inside the worker's range is its second one."""
+    """Where a worker leaves its part of a row: second, if the row opens inside the worker's range, else first."""
     return worker * 2 + ((worker == first_worker) & (row_begin > worker * per_worker)).to(tl.int32)
 
 

@@ -20,7 +20,7 @@ def use_pdl(x: Tensor) -> bool:
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Number of streaming multiprocessors; a fixed plausible number where there is no GPU (the interpreter)."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @functools.cache

@@ -1,31 +1,23 @@
-"""Matrix products with a weight, alone and fused with the small operation before them."""
+"""Matrix products with a weight."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_worker.kernels.activation import silu_mul
-from minisgl_worker.kernels.norm import add_rms_norm, rms_norm
+from minisgl_worker.kernels.dispatch import use_triton
+from minisgl_worker.kernels.launch import use_pdl
+
+MAX_TRITON_ROWS = 16  # from here on the vendor's kernels win, measured on H200
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [num_tokens, in] times the transpose of weight [out, in], plus bias [out]; -> [num_tokens, out]."""
-    return F.linear(x, weight, bias)
+    """x [num_tokens, in] times the transpose of weight [out, in], plus bias [out]; -> [num_tokens, out].
 
-
-def norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` (or `rms_norm` of x where there is no residual yet), then `linear`.
-
-    Returns:
-        (product [num_tokens, out], new residual [num_tokens, in]).
+    Up to 16 tokens on Hopper and later are served by kernels of this package, which read the weight at close to the
+    memory's rate and, launched in a row, overlap. They keep scratch memory per device: one stream at a time.
     """
-    if residual is None:
-        return linear(rms_norm(x, norm_weight, eps), weight, bias), x
-    normed, total = add_rms_norm(x, residual, norm_weight, eps)
-    return linear(normed, weight, bias), total
+    if 0 < x.shape[0] <= MAX_TRITON_ROWS and use_triton(x) and x.dtype.itemsize == 2 and use_pdl(x):
+        from minisgl_worker.kernels import linear_triton  # Triton is absent where there is no GPU
 
-
-def silu_mul_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`silu_mul` of gate_up [num_tokens, 2 * in], then `linear`; -> [num_tokens, out]."""
-    return linear(silu_mul(gate_up), weight, bias)
+        if linear_triton.can_serve(x, weight):
+            return linear_triton.linear(x, weight, bias)
+    return F.linear(x, weight, bias)

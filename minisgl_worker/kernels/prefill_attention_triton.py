@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minisgl_worker.kernels.launch import use_pdl
 
-TILE_QUERIES = 128
+TILE_QUERIES = 64
 TILE_KEYS = 64
 
 

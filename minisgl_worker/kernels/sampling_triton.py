@@ -1,8 +1,8 @@
 """Triton kernels of `kernels.sampling`: candidates of each part of a row, then the best candidate of the row.
 
 A part is scanned in tiles. Noise is costly, so a tile computes it only if one of its tokens could still beat the best
-score so far: from -log1p(-u) >= u, a token wins only if its u is at most exp(logit / temperature - best). That test needs
-one exponential per token instead of a division and two logarithms, and few tiles pass it.
+score so far: from -log1p(-u) >= u, a token wins only if its u is at most exp(logit / temperature - best). That test
+needs one exponential per token instead of a division and two logarithms, and few tiles pass it.
 """
 
 import torch

@@ -46,8 +46,9 @@ class Qwen3ForCausalLM:
         x, residual = self.embedding.embed(tokens), None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
-        rows = batch.sampling_rows
-        hidden, _ = self.norm.add(x[rows], residual[rows])
+        if (rows := batch.sampling_rows) is not None:
+            x, residual = x[rows], residual[rows]
+        hidden, _ = self.norm.add(x, residual)
         return self.head.logits(hidden)
 
     def weights(self) -> Iterator[WeightSource]:

@@ -26,7 +26,8 @@ def make_request(request_id: int, num_samples: int = 1, max_tokens: int = 3) -> 
 def test_command_that_comes_at_the_very_end_is_told_of_it(tmp_path):
     """A caller that handed over its request just before the connection failed must not wait for ever."""
     commands: deque[Command] = deque()
-    connection = Connection(f"ipc://{tmp_path}/nobody.sock", None, commands, Waker())
+    waker = Waker()
+    connection = Connection(f"ipc://{tmp_path}/nobody.sock", None, commands, waker)
     mailbox, answer = ThreadMailbox(), Future[Stats]()
     commands.append(lambda connection: connection.accept(make_request(1), mailbox))
     commands.append(lambda connection: connection.ask_stats(answer))
@@ -37,6 +38,7 @@ def test_command_that_comes_at_the_very_end_is_told_of_it(tmp_path):
         mailbox.take()
     with pytest.raises(EngineDead, match="it is over"):
         answer.result(1)
+    waker.close()
 
 
 def test_raised_errors_are_copies(tmp_path):
@@ -105,6 +107,7 @@ def test_discarded_sample_is_heard_of_no_more_but_frees_the_window(tmp_path):
         dropped, wanted = Recorder(), ThreadMailbox()
         client.submit(make_request(1), dropped)
         client.submit(make_request(2), wanted)
+        engine.wait_for(lambda: bool(engine.requests()))
         client.abort([1], discard=True)
         engine.wait_for(lambda: engine.aborted() == {1})
         engine.is_paused = False

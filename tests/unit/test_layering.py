@@ -79,7 +79,10 @@ LAYERS = (
         own=(*BASE, *MODEL, *WIRE, *LIFELINE, *WORKER),
         third_party=("numpy", "torch", "safetensors"),
         # Its process watches for the end of its parent, and sends heartbeats, before it imports torch.
-        deferred=("gguf", *OPTIONAL, *(f"minisgl_worker.{name}" for name in ("worker", "replay", "model_runner"))),
+        deferred=(
+            *("gguf", *OPTIONAL, "minisgl_worker.attention.*"),
+            *("minisgl_worker.worker", "minisgl_worker.replay", "minisgl_worker.model_runner"),
+        ),
     ),
 )
 

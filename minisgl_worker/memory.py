@@ -1,0 +1,79 @@
+"""How large the KV pool can be: what the device has left beside the weights and the largest step."""
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minisgl.config import EngineConfig
+from minisgl.errors import ModelLoadError
+from minisgl_worker.attention.base import AttentionBackend, ForwardBatch, PrefillRow
+from minisgl_worker.kv_cache import KVCache
+
+CPU_POOL_SHARE = 0.25  # of free memory
+CUDA_SLACK_BYTES = 512 * 2**20  # libraries' workspaces, the graphs' own memory, fragments
+
+
+def measure_step_bytes(
+    forward: Callable[[Tensor, ForwardBatch], Tensor],
+    backend: AttentionBackend,
+    kv: KVCache,
+    config: EngineConfig,
+    max_seq_len: int,
+) -> int:
+    """Device memory that the largest step takes beside weights and KV, measured by running one.
+
+    Args:
+        kv: a pool of one page, which all its tokens share: values do not matter here.
+    """
+    device = kv.k[0].device
+    num_tokens = config.max_extend_tokens + config.max_running_req
+    rows, first = [], 0
+    while first < num_tokens:
+        length = min(num_tokens - first, max_seq_len)
+        rows.append(PrefillRow(first, length, 0, torch.zeros(-(-length // kv.page_size), dtype=torch.int32)))
+        first += length
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    no_rows = torch.zeros(0, dtype=torch.int32, device=device)
+    batch = ForwardBatch(
+        kv, zeros, zeros, 0, no_rows.view(0, 1), no_rows, None, tuple(rows), zeros[: config.max_running_req]
+    )
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    backend.plan(batch)
+    forward(zeros, batch)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def fit_pages(
+    page_bytes: int, reserved_bytes: int, most: int, config: EngineConfig, device: torch.device, num_ranks: int
+) -> int:
+    """Pages of the KV pool: what fits the memory that is left, but no more than `most`, which all requests could use.
+
+    On a GPU `memory_ratio` of the whole memory may be used, weights and all. On a CPU the memory belongs to other
+    programs too: a quarter of what is free at most, which the kernel commits only as pages are first written.
+
+    Args:
+        reserved_bytes: kept free for the largest step and the graphs.
+
+    Raises:
+        ModelLoadError: there is no room for a single page; the text has the bytes.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(free - (1 - config.memory_ratio) * total) - int(reserved_bytes * 1.1) - CUDA_SLACK_BYTES
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        budget = int(free * CPU_POOL_SHARE * config.memory_ratio / num_ranks)
+    num_pages = min(budget // page_bytes - 1, most)  # one more is the dummy page
+    if num_pages < 1:
+        raise ModelLoadError(
+            f"no room for a KV pool: {free} bytes are free, {reserved_bytes} are kept for the largest step and "
+            f"{budget} are left, but a page of {config.page_size} tokens takes {page_bytes}; raise memory_ratio, or "
+            "lower max_extend_tokens or max_running_req"
+        )
+    return num_pages
