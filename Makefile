@@ -29,8 +29,11 @@ help:
 demo: $(VENV)/.minisgl-run
 	@$(PY) examples/quickstart.py $(ARGS)
 
-test: lint
-	$(PY) -m pytest tests/unit tests/process tests/worker $(ARGS)
+test: $(VENV)/.minisgl-dev
+	@status=0; \
+	$(MAKE) --no-print-directory lint || status=1; \
+	$(PY) -m pytest tests/unit tests/process tests/worker $(ARGS) || status=1; \
+	exit $$status
 
 lint: $(VENV)/.minisgl-dev
 	$(PY) -m ruff check $(PYTHON_FILES)

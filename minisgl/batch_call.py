@@ -11,7 +11,10 @@ from minisgl.core import SamplingParams
 from minisgl.detokenizer import TextDecoder
 from minisgl.errors import Overloaded
 from minisgl.mailbox import Output, ThreadMailbox
+from minisgl.protocol import NewRequest
 from minisgl.request_builder import RequestBuilder
+
+SUBMIT_BATCH = 64  # prompts handed over at once: the engine's first steps are full, and do not wait for the last prompt
 
 # Called with the number of prompts and of tokens that were finished since the last call.
 Progress = Callable[[int, int], None]
@@ -75,17 +78,23 @@ class BatchCall:
             raise Overloaded(
                 f"the engine's queue is full, {len(self._unsent)} of {len(self._prompts)} prompts not sent"
             )
+        batch: list[NewRequest] = []
         while self._unsent and not self._is_overloaded and len(self._samples) < self._client.welcome.window:
-            self._submit(self._unsent.popleft())
+            batch.append(self._prepare(self._unsent.popleft()))
+            if len(batch) == SUBMIT_BATCH:
+                self._client.submit(batch, self._mailbox)
+                batch = []
+        if batch:
+            self._client.submit(batch, self._mailbox)
 
-    def _submit(self, prompt_index: int) -> None:
+    def _prepare(self, prompt_index: int) -> NewRequest:
         params, prompt_ids = self._params[prompt_index], self._prompts[prompt_index]
         first_id = self._client.make_request_ids(params.n)
         request = self._builder.build(first_id, prompt_ids, params, stream=False)
         for i in range(params.n):
             completion = Completion(params, self._decoder) if request.stream else None
             self._samples[first_id + i] = _Sample(prompt_index, i, len(prompt_ids) // 4, completion)
-        self._client.submit(request, self._mailbox)
+        return request
 
     def _handle(self, output: Output, report: Progress) -> None:
         sample = self._samples[output.request_id]

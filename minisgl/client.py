@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from minisgl.connection import Child, Command, Connection
@@ -67,9 +67,9 @@ class EngineClient:
             self._next_request_id += num_samples
         return first
 
-    def submit(self, request: NewRequest, mailbox: Mailbox) -> None:
-        """Send a request as soon as the window has room. Raises the error that ended the connection, if one did."""
-        self._post(lambda connection: connection.accept(request, mailbox))
+    def submit(self, requests: Sequence[NewRequest], mailbox: Mailbox) -> None:
+        """Send requests as soon as the window has room. Raises the error that ended the connection, if one did."""
+        self._post(lambda connection: connection.accept(requests, mailbox))
 
     def abort(self, request_ids: Iterable[int], *, discard: bool = False) -> None:
         """End samples early; ids that are unknown or finished are ignored.
@@ -112,7 +112,6 @@ class EngineClient:
 
     def _post(self, command: Command) -> None:
         """Run `command` on the thread. Takes no lock, as the garbage collector may call `abort` in the midst of it."""
-        self.check_alive()
         self._commands.append(command)
         self._waker.wake()
         # The thread sets the failure before it looks at the commands for the last time: one of us has seen the other.

@@ -3,7 +3,7 @@
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -94,12 +94,12 @@ class Connection:
 
     # ------------------------------------------------------------------------------------------------- commands
 
-    def accept(self, request: NewRequest, mailbox: Mailbox) -> None:
-        """Queue a request for the window."""
+    def accept(self, requests: Sequence[NewRequest], mailbox: Mailbox) -> None:
+        """Queue requests for the window."""
         if self._failure is not None:
             mailbox.fail(self._failure)
         else:
-            self._waiting.append((request, mailbox))
+            self._waiting.extend((request, mailbox) for request in requests)
 
     def abort(self, request_ids: frozenset[int], discard: bool) -> None:
         """See `EngineClient.abort`. A request that still waits ends here when all its samples are named."""

@@ -9,6 +9,7 @@ import codecs
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
@@ -35,7 +36,6 @@ class TextDecoder:
     """
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -46,8 +46,8 @@ class TextDecoder:
         self._piece_rules = _match_piece_decoder(self._decoder)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """The text of all the ids at once."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """The text of all the ids at once: what `tokenizer.decode` gives, without its detours."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def start(self, *, skip_special_tokens: bool) -> Detokenizer:
@@ -57,7 +57,7 @@ class TextDecoder:
             return _ByteLevelDetokenizer(self._get_bytes, hidden)
         if self._piece_rules is not None:
             return _PieceDetokenizer(self._get_token, hidden, self._piece_rules)
-        return _WindowDetokenizer(self._decode_window, self._get_token, hidden)
+        return _WindowDetokenizer(partial(self.decode, skip_special_tokens=False), self._get_token, hidden)
 
     def _get_token(self, token_id: int) -> str:
         token = self._tokens.get(token_id)
@@ -76,10 +76,6 @@ class TextDecoder:
                 found = token.encode()
             self._token_bytes[token_id] = found
         return found
-
-    def _decode_window(self, token_ids: list[int]) -> str:
-        text: str = self._backend.decode(token_ids, skip_special_tokens=False)
-        return text
 
 
 def _make_byte_alphabet() -> dict[str, int]:

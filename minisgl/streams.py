@@ -35,7 +35,7 @@ class RequestStream:
         self._completions = {self.request_id + i: Completion(params, decoder) for i in range(params.n)}
         self._stopped: set[int] = set()  # ended by a stop string; the engine's own end is awaited
         self._deltas: deque[dict[str, Any]] = deque()
-        client.submit(builder.build(self.request_id, prompt_ids, params, stream=True), mailbox)
+        client.submit([builder.build(self.request_id, prompt_ids, params, stream=True)], mailbox)
 
     def abort(self) -> None:
         """End the request early: its last delta comes with the finish reason "abort"."""

@@ -44,7 +44,8 @@ def replay(file: str, repeat: int = 1, trace: str | None = None) -> int:
             with torch.profiler.profile() as profile:
                 runs.append(_run(runner, steps))
             profile.export_chrome_trace(trace)
-            print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25), file=sys.stderr)
+            where = "self_device_time_total" if runner.device.type == "cuda" else "self_cpu_time_total"
+            print(profile.key_averages().table(sort_by=where, row_limit=25, max_name_column_width=60), file=sys.stderr)
         else:
             runs.append(_run(runner, steps))
     best = min(runs, key=lambda run: run.seconds)

@@ -104,7 +104,7 @@ def _load_gguf(wanted: dict[str, list[WeightSource]], folder: ModelFolder) -> se
             continue
         raw = data[entry.offset_bytes : entry.offset_bytes + entry.num_bytes]
         values = dequantize(raw.reshape(_raw_rows(entry)), GGMLQuantizationType(entry.ggml_type))
-        tensor = torch.from_numpy(np.ascontiguousarray(values).reshape(entry.shape))
+        tensor = torch.from_numpy(np.require(values, requirements=("C", "W")).reshape(entry.shape))
         for source in wanted[names[entry.name]]:
             _check_shape(source, entry.shape, folder.path)
             _store(source, _restore_rotary_order(tensor, source.name, folder.config))

@@ -65,7 +65,7 @@ class Admission:
     def _may_return(self, request: Request) -> bool:
         """Whether, since a request was preempted, an older one has ended.
 
-        It seldom fits before, but it may, having given up pages of its own for shared ones: only to be in the way again.
+        It seldom fits before, but it may, if it gave up pages of its own for shared ones: only to be in the way again.
         """
         assert request.admission_order is not None, f"{request} was never admitted"
         return self._table.count_live_older(request.admission_order) < request.num_live_older

@@ -90,8 +90,8 @@ def decode_attention(
 
     Args:
         out: as query; written.
-        plan_is_old: the kernel launched just before this one is `qk_norm_rope_append`, or none of this package, and all
-            arguments but `query` and the caches are older than it: they may then be read while it still runs.
+        plan_is_old: the lengths, tables and the plan are older than the kernel launched just before this one, and that
+            kernel is `qk_norm_rope_append`, attention, or none of this package. They are then read while it still runs.
     """
     num_rows, num_heads, head_dim = query.shape
     page_size, num_kv_heads = k_cache.shape[1:3]
@@ -173,10 +173,8 @@ def _decode_kernel(
     kv_head, worker = tl.program_id(0), tl.program_id(1)
     lanes, members, tile = tl.arange(0, DIM_BLOCK), tl.arange(0, GROUP_BLOCK), tl.arange(0, TILE)
     inside = (members < GROUP)[:, None] & (lanes < HEAD_DIM)[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        if not EARLY:
-            tl.extra.cuda.gdc_wait()
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_wait()
     per_worker = tl.load(head_ptr)
     position = worker * per_worker
     end = tl.minimum(position + per_worker, tl.load(head_ptr + 1))
@@ -185,8 +183,10 @@ def _decode_kernel(
     row_begin, row_end = tl.load(segment + 3), tl.load(segment + 4)
     begin = _first_token(length, WINDOW, UNIT) + (position - row_begin) * UNIT
     pages = _page_ids(page_table_ptr, table_row, table_stride, begin + tile, length, PAGE_SIZE)
-    if PDL and EARLY:
-        tl.extra.cuda.gdc_wait()
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     while position < end:
         # The next row of this worker, if any, asked for now and needed at the end.
         has_next = row_end < end

@@ -77,8 +77,9 @@ def _prefill_kernel(
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        # In this order: the next kernel may then count on all that came before this one (see `launch.use_pdl`).
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row, first_token = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
     num_tokens, position = tl.load(tiles_ptr + tile * 4 + 2), tl.load(tiles_ptr + tile * 4 + 3)
     lanes = tl.arange(0, DIM_BLOCK)

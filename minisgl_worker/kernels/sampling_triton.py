@@ -14,7 +14,7 @@ from minisgl_worker.kernels.launch import use_pdl
 from minisgl_worker.kernels.noise_triton import gumbel, row_keys, token_bits
 from minisgl_worker.kernels.sampling import Draw
 
-TILE = 1024
+TILE = 512
 MAX_PARTS = 256
 TARGET_PROGRAMS = 2048
 NUM_WARPS = 1

@@ -8,13 +8,13 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from minisgl_worker.attention.base import ForwardBatch, PrefillRow  # noqa: E402
-from minisgl_worker.attention.triton import TritonAttention  # noqa: E402
-from minisgl_worker.kernels.decode_attention import decode_attention_reference  # noqa: E402
-from minisgl_worker.kernels.decode_attention_triton import DecodePlan, decode_attention  # noqa: E402
-from minisgl_worker.kernels.prefill_attention import prefill_attention_reference  # noqa: E402
-from minisgl_worker.kernels.prefill_attention_triton import plan_prefill, prefill_attention  # noqa: E402
-from minisgl_worker.kv_cache import KVCache  # noqa: E402
+from minisgl_worker.attention.base import ForwardBatch, PrefillRow
+from minisgl_worker.attention.triton import TritonAttention
+from minisgl_worker.kernels.decode_attention import decode_attention_reference
+from minisgl_worker.kernels.decode_attention_triton import DecodePlan, decode_attention
+from minisgl_worker.kernels.prefill_attention import prefill_attention_reference
+from minisgl_worker.kernels.prefill_attention_triton import plan_prefill, prefill_attention
+from minisgl_worker.kv_cache import KVCache
 
 pytestmark = pytest.mark.gpu
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -60,13 +60,13 @@ class Cache:
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
 
 
-def check_decode(cache, num_heads, plan, slots=None):
+def check_decode(cache, num_heads, plan, slots=None, rounds=1):
     head_dim, num_kv_heads = cache.k.shape[3], cache.k.shape[2]
     num_rows = len(cache.lengths) if slots is None else len(slots)
     query = torch.randn(num_rows, num_heads, head_dim, dtype=DTYPE)
     arguments = (query, cache.k, cache.v, cache.table, cache.lengths, head_dim**-0.5)
     want = decode_attention_reference(*arguments, slots=slots, window=plan.window)
-    for _ in range(2):  # the second round finds the counters as the first left them
+    for _ in range(rounds):  # a later round finds the counters as the one before left them
         out = torch.full_like(query, float("nan"))
         plan.build(cache.lengths, num_rows, slots)
         decode_attention(*arguments, plan, out, slots=slots)
@@ -91,9 +91,9 @@ def test_decode_of_head_first_cache_equals_reference(device):
 
 
 def test_decode_of_one_plan_serves_any_lengths(device):
-    plan = DecodePlan(64, 4, 2, 64, device)
+    plan = DecodePlan(64, 2, 1, 64, device)
     for lengths in ([4000], [1] * 20, [900, 1, 1, 1, 300], [32, 32, 32], [31, 63, 95, 127]):
-        check_decode(Cache(lengths, 2, 64, 16), 4, plan)
+        check_decode(Cache(lengths, 1, 64, 16), 2, plan, rounds=2)
 
 
 @pytest.mark.parametrize("window", [1, 20, 32, 100])
@@ -124,26 +124,27 @@ def test_prefill_any_shape_equals_reference(num_heads, num_kv_heads, head_dim, p
     assert (out[196:200] == 7.0).all()
 
 
-def test_backend_of_mixed_batch_with_windows_equals_reference(device):
+@pytest.mark.parametrize("has_slots", [True, False])
+def test_backend_of_mixed_batch_with_windows_equals_reference(device, has_slots):
     kv = KVCache(2, 40, 16, 2, 64, DTYPE, device)
     for store in (*kv.k, *kv.v):
         store.normal_()
     pages = torch.randperm(40)
-    decode_table, decode_lengths = pages[:12].view(2, 6).to(torch.int32), torch.tensor([90, 17], dtype=torch.int32)
-    prefills = (PrefillRow(2, 70, 0, pages[12:17]), PrefillRow(72, 5, 30, pages[17:20]))
-    empty = torch.zeros(0, dtype=torch.int64)
-    batch = ForwardBatch(kv, empty, empty, 2, decode_table, decode_lengths, prefills, empty)
-    backend = TritonAttention(SimpleNamespace(layer_windows=(None, 24), head_dim=64))
+    table, lengths = pages[:12].view(2, 6).to(torch.int32), torch.tensor([90, 17], dtype=torch.int32)
+    slots = torch.tensor([1, 0], dtype=torch.int32) if has_slots else None
+    host_pages = pages.cpu().numpy()
+    prefills = (PrefillRow(2, 70, 0, host_pages[12:17]), PrefillRow(72, 5, 30, host_pages[17:20]))
+    none = torch.zeros(0, dtype=torch.int64)
+    batch = ForwardBatch(kv, none, none, 2, table, lengths, slots, prefills, none)
+    backend = TritonAttention(SimpleNamespace(layer_windows=(None, 24), head_dim=64), 4, 2, 8, device)
     query = torch.randn(77, 4, 64, dtype=DTYPE)
+    backend.plan(batch)
     for layer, window in ((0, None), (1, 24)):
-        got = backend.attend(query, layer, batch)
-        caches = kv.layer(layer)
-        assert_close(
-            got[:2], decode_attention_reference(query[:2], *caches, decode_table, decode_lengths, 0.125, window=window)
-        )
+        caches, got = kv.layer(layer), backend.attend(query, layer, batch)
+        want = decode_attention_reference(query[:2], *caches, table, lengths, 0.125, slots=slots, window=window)
+        assert_close(got[:2], want)
         for row in prefills:
             part = slice(row.first_row, row.first_row + row.num_tokens)
-            want = prefill_attention_reference(
-                query[part], *caches, row.page_ids, row.first_position, 0.125, window=window
-            )
-            assert_close(got[part], want)
+            row_pages = torch.from_numpy(row.page_ids).to(query.device)
+            arguments = (query[part], *caches, row_pages, row.first_position, 0.125)
+            assert_close(got[part], prefill_attention_reference(*arguments, window=window))

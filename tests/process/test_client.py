@@ -29,7 +29,7 @@ def test_command_that_comes_at_the_very_end_is_told_of_it(tmp_path):
     waker = Waker()
     connection = Connection(f"ipc://{tmp_path}/nobody.sock", None, commands, waker)
     mailbox, answer = ThreadMailbox(), Future[Stats]()
-    commands.append(lambda connection: connection.accept(make_request(1), mailbox))
+    commands.append(lambda connection: connection.accept([make_request(1)], mailbox))
     commands.append(lambda connection: connection.ask_stats(answer))
     connection.fail(EngineDead("it is over"))
     with pytest.raises(EngineDead, match="it is over"):
@@ -77,8 +77,8 @@ def test_request_larger_than_the_window_goes_out_alone(tmp_path):
     with running_engine(f"ipc://{tmp_path}/engine.sock", window=2) as engine:
         client = EngineClient(engine.address)
         mailbox = ThreadMailbox()
-        client.submit(make_request(1), mailbox)
-        client.submit(make_request(2, num_samples=5), mailbox)
+        client.submit([make_request(1)], mailbox)
+        client.submit([make_request(2, num_samples=5)], mailbox)
         finished = {}
         while len(finished) < 6:
             finished |= {output.request_id: output.finish_reason for output in mailbox.take()}
@@ -105,8 +105,8 @@ def test_discarded_sample_is_heard_of_no_more_but_frees_the_window(tmp_path):
         engine.is_paused = True
         client = EngineClient(engine.address)
         dropped, wanted = Recorder(), ThreadMailbox()
-        client.submit(make_request(1), dropped)
-        client.submit(make_request(2), wanted)
+        client.submit([make_request(1)], dropped)
+        client.submit([make_request(2)], wanted)
         engine.wait_for(lambda: bool(engine.requests()))
         client.abort([1], discard=True)
         engine.wait_for(lambda: engine.aborted() == {1})

@@ -217,6 +217,7 @@ def test_overload_by_others_is_waited_out_while_own_prompts_run(engine, llm):
     engine.reject = reject_prompt(7, RejectReason.OVERLOADED, times=3)
     results = llm.generate([[1], [7], [2], [7], [3]], text_params(n=2))
     assert [r["token_ids"][0] for r in results] == [2, 8, 3, 8, 4]
+    assert len(engine.requests()) == 5 + 3
 
 
 def make_error(engine: FakeEngine, request_id: int, text: str) -> Outputs:
@@ -298,7 +299,7 @@ def test_stream_with_a_stop_string_ends_in_the_engine_too(engine, llm):
     deltas = list(llm.stream("a", text_params(max_tokens=400, stop="de")))
     assert "".join(d["text"] for d in deltas) == "bc"
     assert (deltas[-1]["finish_reason"], deltas[-1]["stop_reason"]) == ("stop", "de")
-    engine.wait_for(lambda: not engine.running)
+    assert engine.aborted() == {engine.requests()[0].request_id} and not engine.running
 
 
 def test_stream_checks_at_once(engine, llm):

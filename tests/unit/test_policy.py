@@ -62,12 +62,15 @@ def test_push_preempted_goes_before_all_others_by_first_admission():
 
 def test_remove_takes_out_exactly_that_request():
     queue = make_queue("lof", 5, 5, 7, 1)
-    preempted = make_request(9, admission_order=3)
+    preempted, other = make_request(9, admission_order=3), make_request(8, admission_order=1)
     queue.push_preempted(preempted)
+    queue.push_preempted(other)
     for request in [request for request in queue if request.request_id in (1, 3)]:
         queue.remove(request)
     queue.remove(preempted)
-    assert get_order(queue) == [2, 0] and queue.first_preempted is None
+    assert get_order(queue) == [8, 2, 0]
+    queue.remove(other)
+    assert queue.first_preempted is None
 
 
 def test_iter_new_allows_removal_and_leaves_out_preempted_ones():

@@ -52,7 +52,10 @@ def matched(books: Books, text: str) -> int:
 # ---------------------------------------------------------------------------------------------------- match and insert
 
 
-@pytest.mark.parametrize("text, num_pages", [("a", 0), ("ab", 1), ("abc", 1), ("abcd", 2), ("abcde", 2), ("abxd", 1)])
+@pytest.mark.parametrize(
+    "text, num_pages",
+    [("a", 0), ("ab", 1), ("abc", 1), ("abcd", 2), ("abcde", 2), ("abxd", 1), ("abcx", 1), ("axcd", 0)],
+)
 def test_match_prefix_finds_whole_pages_only(text, num_pages):
     books = Books()
     pages = books.use("abcd")

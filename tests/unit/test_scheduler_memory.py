@@ -1,8 +1,10 @@
 """The scheduler's pages: the prefix cache at work, shortage, preemption, overtaking, and the books."""
 
+from random import Random
+
 import numpy as np
 import pytest
-from scheduler_scenario import Scenario, continue_prompt, get_decode_slots, make_prompt
+from scheduler_scenario import Scenario, continue_prompt, get_decode_slots, get_grants, make_prompt
 
 from minisgl.core import FinishReason
 from minisgl.scheduler.page_pool import IntegrityError
@@ -283,6 +285,47 @@ def test_schedule_while_a_preempted_request_waits_nobody_else_is_admitted():
     assert set(s.ends) == {0, 1, 2}
 
 
+def test_schedule_request_preempted_once_waits_though_its_pages_are_shared_by_then():
+    """Its own pages were duplicates: given up for shared ones, it would fit at once, and be in the way again."""
+    s = Scenario(num_pages=9, page_size=1, max_steps_in_flight=1, max_extend_tokens=3)
+    s.submit([5] * 4, max_tokens=9, script=dict.fromkeys(range(9), 5))
+    second = s.submit([5] * 2, max_tokens=4, script=dict.fromkeys(range(9), 5))
+    s.run()
+    assert second.num_preemptions == 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_schedule_under_random_pressure_keeps_to_age_and_order(seed):
+    random = Random(seed)
+    page_size = random.choice([1, 2, 4])
+    s = Scenario(
+        num_pages=random.randint(44 // page_size, 60 // page_size), page_size=page_size,
+        max_steps_in_flight=random.randint(1, 8), max_running_req=5,
+    )  # fmt: skip
+    requests, slots = [], []
+    for i in range(10):
+        prompt, script = make_prompt(random.randint(1, 9), 50 * i), {random.randint(0, 30): STOP}
+        requests.append(s.submit(prompt, random.randint(1, 30), script=script, stop_ids=(STOP,)))
+    while s.scheduler.has_work:
+        is_returning = any(request.is_preempted for request in requests)
+        preempted = {r.request_id for r in requests if r.state == "waiting" and r.num_preemptions}
+        decoding = [r for r in requests if r.state == "running" and r.num_issued_tokens >= len(r.token_ids)]
+        step = s.issue()
+        if step is not None:
+            seeds = [admit.seed for admit in step.admits]
+            assert not (is_returning and seeds), "nobody takes the pages that a preempted request gives up"
+            assert not (preempted and seeds) or seeds[0] in preempted, "nobody goes before a preempted request"
+            slots = slots if step.decode_slots is None else get_decode_slots(step)
+            granted = [s.scheduler._table.requests[slot].admission_order for slot, _, _ in get_grants(step)]
+            held = [r.admission_order for r in decoding if r.state == "running" and r.slot not in slots]
+            assert not granted or not held or max(granted) < min(held), "older requests get pages first"
+        if step is None or random.random() < 0.3:
+            s.answer()
+    assert all(request.num_preemptions <= request.admission_order for request in requests)
+    for request, tokens in zip(requests, s.tokens.values(), strict=True):
+        assert tokens[:-1] == continue_prompt(request.prompt_ids.tolist(), len(tokens) - 1)
+
+
 # ---------------------------------------------------------------------------------------------------- overtaking
 
 
@@ -317,6 +360,31 @@ def test_schedule_prompt_that_fits_only_without_margin_waits():
     assert admitted(s) == [0], "2 pages are left, but the running request is about to need one"
     s.run()
     assert (first.num_preemptions, second.num_preemptions) == (0, 0)
+
+
+def test_schedule_prompt_that_lacks_only_the_margin_is_not_overtaken():
+    s = Scenario(num_pages=8)
+    s.submit(make_prompt(9), max_tokens=20)
+    s.advance()
+    second = s.submit(make_prompt(17, 50), max_tokens=3)
+    s.submit(make_prompt(3, 200), max_tokens=3)
+    assert admitted(s) == [], "5 pages are free and wanted, and nobody may take one of them meanwhile"
+    assert second.num_overtaken == 0
+    s.run()
+
+
+def test_schedule_prompt_that_did_not_fit_does_once_others_share_its_beginning():
+    s = Scenario(num_pages=12, max_running_req=4)
+    s.submit(make_prompt(13, 500), max_tokens=2)
+    s.advance()
+    big = s.submit(make_prompt(34), max_tokens=3)
+    assert admitted(s) == [] and big.num_pages_short == 9
+    s.submit(make_prompt(21), max_tokens=8)
+    while big.state == "waiting":
+        s.advance()
+    assert 2 not in s.ends, "it need not wait until the request with which it shares 5 pages is over"
+    s.run()
+    assert s.cached_tokens == {0: 0, 1: 20, 2: 0}
 
 
 def test_schedule_lof_admits_the_longest_output_first():
