@@ -20,7 +20,7 @@ from torch import Tensor
 
 from machine import describe_commit, describe_machine
 from minisgl_worker.kernels.activation import silu_mul
-from minisgl_worker.kernels.decode_attention_triton import DecodeConfig, DecodePlan, decode_attention
+from minisgl_worker.kernels.decode_attention_triton import DecodeConfig, DecodePlan, choose_config, decode_attention
 from minisgl_worker.kernels.linear import linear
 from minisgl_worker.kernels.norm import add_rms_norm
 from minisgl_worker.kernels.prefill_attention_triton import plan_prefill, prefill_attention
@@ -34,8 +34,8 @@ NUM_KV_HEADS, HEAD_DIM, VOCAB_SIZE = 8, 128, 151_936
 SCALE = HEAD_DIM**-0.5
 MODELS = {"0.6B": (1024, 16, 3072), "14B": (5120, 40, 17408)}  # hidden size, heads, intermediate size of Qwen3
 DECODE_CONFIGS = (
-    DecodeConfig(), DecodeConfig(32, 2, 3, 4), DecodeConfig(32, 4, 4, 4), DecodeConfig(64, 4, 3, 2),
-    DecodeConfig(64, 4, 3, 3), DecodeConfig(16, 2, 4, 6), DecodeConfig(32, 4, 3, 5),
+    DecodeConfig(32, 2, 4, 4), DecodeConfig(32, 4, 4, 4), DecodeConfig(32, 4, 3, 5), DecodeConfig(64, 4, 3, 3),
+    DecodeConfig(16, 2, 4, 6), DecodeConfig(32, 2, 4, 4, 4), DecodeConfig(32, 2, 4, 4, 1),
 )  # fmt: skip
 
 Call = Callable[[], Any]
@@ -119,7 +119,7 @@ def bench_decode(results: Results, page_sizes: Sequence[int]) -> None:
             for config in DECODE_CONFIGS:
                 times[config] = time_decode(rows, num_heads, config, num_calls)
             best = min(times, key=lambda config: times[config])
-            default_us = times[DECODE_CONFIGS[0]]
+            default_us = times[choose_config(num_heads // NUM_KV_HEADS)]
             text = " ".join(f"{us:.1f}" for us in times.values())
             print(
                 f"decode page {page_size} ({num_heads},8) {name:25} {len(lengths):3} rows: {default_us:6.1f} us "

@@ -12,12 +12,11 @@ import argparse
 import gc
 import json
 import time
-from typing import Any
 
 import numpy as np
 
 from machine import describe_commit, describe_machine
-from minisgl.protocol import Result, Sampling, decode, encode
+from minisgl.protocol import Result, Sampling, Step, decode, encode
 from minisgl.scheduler.request import Request
 from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -50,6 +49,7 @@ class Bench:
         )
         self._longest = longest
         self._num_requests = 0
+        self._num_decode_rows = 0
         self._frames: list[bytes] = []  # results of issued steps
         self._num_running = num_running
         self._page_size = page_size
@@ -100,8 +100,11 @@ class Bench:
         self._scheduler.add_request(Request(client_id, number, prompt, max_tokens, SAMPLING, number, is_streaming))
         self._num_requests += 1
 
-    def _answer(self, step: Any) -> None:
-        num_rows = len(self._scheduler._in_flight[-1].locations)
+    def _answer(self, step: Step) -> None:
+        if step.decode_slots is not None:
+            self._num_decode_rows = len(step.decode_slots) // 4
+        last_chunks = np.frombuffer(step.prefills, np.int32).reshape(-1, 4)[:, 3]
+        num_rows = (self._num_decode_rows if step.run_decode else 0) + int(last_chunks.sum())
         tokens = self._random.integers(0, VOCAB_SIZE - 2, num_rows, np.uint32)
         self._frames.append(encode(Result(step.step_id, tokens.tobytes(), b"", b"")))
 

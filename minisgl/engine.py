@@ -25,7 +25,6 @@ from minisgl.errors import (
     EXIT_START,
     EXIT_USAGE,
     AddressInUse,
-    EngineDead,
     EngineStartError,
     MinisglError,
     ModelLoadError,
@@ -37,7 +36,7 @@ from minisgl.protocol import Ready, Stats, Stop, Welcome
 from minisgl.scheduler.page_pool import IntegrityError
 from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
 from minisgl.supervisor import PrivateFolder, report_error, report_ready
-from minisgl.transport import Readiness, ServerChannel, Waker, make_context
+from minisgl.transport import Readiness, ServerChannel, Waker, check_address, make_context
 from minisgl.worker_group import WorkerFault, WorkerGroup
 
 TURN_S = 0.25  # how often the health of workers and frontends is judged, at least
@@ -257,10 +256,11 @@ def run(config: EngineConfig, address: str, folder: Path, status_fd: int | None,
         if engine is not None:
             engine.close("the engine was told to end")
         return 130 if engine is not None and engine._frontends is not None else 143
-    except (MinisglError, IntegrityError) as error:
-        text = str(error)
-        print(f"minisgl engine: {type(error).__name__}: {text}", file=sys.stderr)
-        report_error(status_fd, error)
+    except Exception as error:  # the process edge: whatever it is, frontends hear of it and every process ends
+        is_known = isinstance(error, (MinisglError, IntegrityError))
+        text = str(error) if is_known else f"the engine failed: {type(error).__name__}: {error}"
+        logger.error("%s: %s", type(error).__name__, text, exc_info=not is_known)
+        report_error(status_fd, error if is_known else EngineStartError(text))
         if engine is not None:
             engine.close(text)
         return _exit_code(error)
@@ -273,9 +273,7 @@ def _exit_code(error: Exception) -> int:
         return EXIT_ADDRESS
     if isinstance(error, IntegrityError):
         return EXIT_INTEGRITY
-    if isinstance(error, (EngineStartError, ModelLoadError)):
-        return EXIT_START
-    return EXIT_CHILD_DIED if isinstance(error, EngineDead) else EXIT_START
+    return EXIT_START if isinstance(error, (EngineStartError, ModelLoadError)) else EXIT_CHILD_DIED
 
 
 def _announce(address: str, config: EngineConfig, ready: Ready, status_fd: int | None) -> None:
@@ -307,6 +305,7 @@ def main() -> int:
         logging.basicConfig(level=logging.WARNING, format="minisgl engine: %(levelname)s %(message)s")
         try:
             config = read_engine_flags(arguments.model, arguments)
+            check_address(arguments.address)
             return run(config, arguments.address, folder.path, arguments.status_fd, arguments.worker_module)
         except (ValueError, TypeError) as error:
             if isinstance(error, MinisglError):

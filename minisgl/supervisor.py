@@ -174,9 +174,9 @@ class PrivateFolder:
 
 def _report(status_fd: int | None, status: dict[str, object]) -> None:
     if status_fd is not None:
+        # Stays open: a second report would otherwise write to, and close, whatever got the number since.
         with contextlib.suppress(BrokenPipeError):
             os.write(status_fd, json.dumps(status).encode() + b"\n")
-            os.close(status_fd)
 
 
 def _remove_stale_folders() -> None:

@@ -95,7 +95,7 @@ class DecodeGraphs:
             self._graphs[size] = self._capture_one(size, pool) if is_cuda else self._plain(size)
 
     def run(self, page_grants: NDArray[np.int32]) -> "_Graph":
-        """Launch the step of the slots' decode set; returns its graph, whose tensors hold the outcome until the next run.
+        """Launch the step of the slots' decode set; returns its graph, whose tensors hold the outcome until the next.
 
         Args:
             page_grants: [n, 3] i32 slot, index, page; the slots' host state has them already.

@@ -10,8 +10,9 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from minisgl.core import FinishReason
+from minisgl.core import FinishReason, SamplingParams
 from minisgl.protocol import (
     Abort,
     AddRequests,
@@ -206,3 +207,8 @@ def running_engine(address: str, **options: object) -> Iterator[FakeEngine]:
         yield engine
     finally:
         engine.close()
+
+
+def text_params(**changes: Any) -> SamplingParams:
+    """Three tokens, whatever they are."""
+    return SamplingParams(**{"max_tokens": 3, "ignore_eos": True, **changes})

@@ -1,6 +1,8 @@
 """Model folders without torch: config.json, a tokenizer, and weights of zeros."""
 
 import json
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,60 @@ def write_folder(folder: Path, tokenizer: FastTokenizer | None = None, **changes
             },
         )
     return folder
+
+
+# GGUF: kinds of values, and a small model's metadata
+UINT32, FLOAT32, STRING, ARRAY, INT32 = 4, 6, 8, 9, 5
+GGUF_METADATA = {
+    "general.architecture": (STRING, "llama"),
+    "general.file_type": (UINT32, 1),
+    "llama.block_count": (UINT32, 2),
+    "llama.context_length": (UINT32, 512),
+    "llama.embedding_length": (UINT32, 64),
+    "llama.feed_forward_length": (UINT32, 128),
+    "llama.attention.head_count": (UINT32, 4),
+    "llama.attention.head_count_kv": (UINT32, 2),
+    "llama.attention.layer_norm_rms_epsilon": (FLOAT32, 2.0**-17),
+    "llama.rope.freq_base": (FLOAT32, 5e5),
+    "tokenizer.ggml.tokens": (ARRAY, ["a", "日本", ""]),
+    "tokenizer.ggml.token_type": (ARRAY, [1, 3, 1]),
+    "tokenizer.ggml.eos_token_id": (UINT32, 2),
+    "tokenizer.ggml.eot_token_id": (UINT32, 5),
+}
+# Innermost dimension first, as the file has it.
+GGUF_TENSORS = {"token_embd.weight": (64, 320), "output.weight": (64, 320)}
+F32 = 0
+
+
+def _text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def write_gguf(
+    path: Path,
+    *,
+    tensors: Mapping[str, tuple[int, int]] = GGUF_TENSORS,
+    version: int = 3,
+    counts: tuple[int, int] | None = None,
+    **changes: Any,
+) -> Path:
+    """A GGUF file with float32 tensors of zeros; `changes` are to GGUF_METADATA with dots as double underscores."""
+    metadata = {**GGUF_METADATA, **{key.replace("__", "."): value for key, value in changes.items()}}
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    header = struct.pack("<4sI", b"GGUF", version) + struct.pack("<QQ", *(counts or (len(tensors), len(metadata))))
+    for key, (kind, value) in metadata.items():
+        header += _text(key) + struct.pack("<I", kind)
+        if kind == STRING:
+            header += _text(value)
+        elif kind == ARRAY:
+            is_text = isinstance(value[0], str)
+            header += struct.pack("<IQ", STRING if is_text else INT32, len(value))
+            header += b"".join(_text(v) if is_text else struct.pack("<i", v) for v in value)
+        else:
+            header += struct.pack({UINT32: "<I", FLOAT32: "<f"}[kind], value)
+    offset = 0
+    for name, shape in tensors.items():
+        header += _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, F32, offset)
+        offset += 4 * shape[0] * shape[1]
+    path.write_bytes(header + bytes(-len(header) % 32) + bytes(offset))
+    return path

@@ -36,9 +36,8 @@ class Admission:
         if self._queue.num_returning:
             return
         while (preempted := self._queue.first_preempted) is not None:
-            match = self._memory.match(preempted)
-            is_sharing = self._memory.is_next_page_in_progress(preempted, match)
-            if is_sharing or not self._may_return(preempted) or not self._fits(preempted, match):
+            match = self._find_match(preempted) if self._may_return(preempted) else None
+            if match is None or not self._fits(preempted, match):
                 return
             yield preempted, match
         yield from self._iter_new()
@@ -46,42 +45,39 @@ class Admission:
     def _iter_new(self) -> Iterator[tuple[Request, PrefixMatch]]:
         skipped: list[Request] = []
         for request in self._queue.iter_new(len(self._table.free_slots) + MAX_SKIPPED_REQUESTS):
-            if not self._is_known_not_to_fit(request):
-                match = self._memory.match(request)
-                if not self._memory.is_next_page_in_progress(request, match):
-                    if self._fits(request, match):
-                        for other in skipped:
-                            other.num_overtaken += 1
-                        yield request, match
-                        if any(other.num_overtaken >= self._max_overtakes for other in skipped):
-                            return
-                        continue
-                    if request.num_pages_short <= self._memory.pool.num_available:
-                        return  # it lacks the margin only, which nobody behind it may use up
-            skipped.append(request)
-            if request.num_overtaken >= self._max_overtakes or len(skipped) == MAX_SKIPPED_REQUESTS:
+            match = self._find_match(request)
+            if match is not None and self._fits(request, match):
+                for other in skipped:
+                    other.num_overtaken += 1
+                yield request, match
+            elif match is not None and request.num_pages_short <= self._memory.pool.num_available:
+                return  # it lacks the margin only, which nobody behind it may use up
+            else:
+                skipped.append(request)
+            if len(skipped) == MAX_SKIPPED_REQUESTS or any(r.num_overtaken >= self._max_overtakes for r in skipped):
                 return
 
+    def _find_match(self, request: Request) -> PrefixMatch | None:
+        """The cached prefix of a request; None if it cannot fit, or waits for a page that others compute."""
+        is_need_known = request.num_changes_seen == self._memory.cache.num_changes
+        if is_need_known and request.num_pages_short > self._memory.pool.num_available:
+            return None  # since it was last looked at, its need can only have grown
+        match = self._memory.match(request)
+        return None if self._memory.is_next_page_in_progress(request, match) else match
+
     def _may_return(self, request: Request) -> bool:
-        """Whether, since a request was preempted, an older one has ended.
+        """Whether an older request has ended since this one was preempted.
 
         It seldom fits before, but it may, if it gave up pages of its own for shared ones: only to be in the way again.
         """
         assert request.admission_order is not None, f"{request} was never admitted"
-        return self._table.count_live_older(request.admission_order) < request.num_live_older
+        return self._table.count_older(request.admission_order) < request.num_older
 
     def _fits(self, request: Request, match: PrefixMatch) -> bool:
         """Whether its pages are available, and one more for each running request as a margin against preemption."""
         request.num_pages_short = self._memory.num_pages_needed(request, match)
         request.num_changes_seen = self._memory.cache.num_changes
         return request.num_pages_short + self._table.num_running <= self._memory.pool.num_available
-
-    def _is_known_not_to_fit(self, request: Request) -> bool:
-        """Whether a look into the prefix cache can be saved: since the last one, its need can only have grown."""
-        return (
-            request.num_changes_seen == self._memory.cache.num_changes
-            and request.num_pages_short > self._memory.pool.num_available
-        )
 
 
 def check_prompt(prompt_ids: NDArray[np.int32], vocab_size: int, context_limit_tokens: int) -> None:

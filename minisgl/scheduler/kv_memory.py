@@ -61,11 +61,10 @@ class KVMemory:
         self.cache.insert_held(request.token_ids, request.page_ids)
 
     def release(self, request: Request, token_ids: NDArray[np.int32]) -> None:
-        """Take back all pages of a request, given its known tokens. Full pages that are written stay cached."""
+        """Take back all pages of a request. Full pages of known tokens whose KV is written stay cached."""
         self._in_progress.discard(request)
         request.node = None
-        num_cacheable = min(len(token_ids), request.num_written_tokens)
-        self.cache.release(token_ids[:num_cacheable], request.page_ids)
+        self.cache.release(token_ids[: request.num_written_tokens], request.page_ids)
 
     def store_tokens(self, locations: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
         """Note the tokens sampled by the rows that wrote these KV locations."""

@@ -36,7 +36,7 @@ class Request:
 
     __slots__ = (
         "admission_order", "cached_tokens", "client_id", "final_ids", "is_preempted", "logprobs", "max_tokens", "node",
-        "num_changes_seen", "num_items_per_token", "num_live_older", "num_overtaken", "num_pages_short",
+        "num_changes_seen", "num_items_per_token", "num_older", "num_overtaken", "num_pages_short",
         "num_preemptions", "prompt_ids", "queue_key", "request_id", "sampling", "seed", "slot",
         "state", "stop_ids", "stream", "table", "token_ids",
     )  # fmt: skip
@@ -75,7 +75,7 @@ class Request:
         self.admission_order: int | None = None  # of the first admission
         self.num_overtaken = 0  # requests behind it in the queue that were admitted before it
         self.is_preempted = False  # until it waits again
-        self.num_live_older = 0  # when it was preempted, requests that had been admitted before it
+        self.num_older = 0  # when it was preempted, holders of slots that were admitted before it
         self.num_pages_short = 0  # pages that it needed when it was last looked at, and
         self.num_changes_seen: int | None = None  # the state of the prefix cache at that time
 

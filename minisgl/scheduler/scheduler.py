@@ -255,8 +255,9 @@ class Scheduler:
         """Preempt, newest first, until the pages available or on their way back suffice for all decode rows."""
         while True:
             num_missing = len(self._decode_set.refresh().find_rows_without_page())
-            draining = [request for request in self._table.holders() if request.state is RequestState.DRAINING]
-            running = [request for request in self._table.holders() if request.state is RequestState.RUNNING]
+            holders = self._table.holders()
+            draining = [request for request in holders if request.state is RequestState.DRAINING]
+            running = [request for request in holders if request.state is RequestState.RUNNING]
             num_coming = self._memory.pool.num_available + self._memory.count_owed_pages(draining)
             if num_missing <= num_coming:
                 return
@@ -336,7 +337,6 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         """The terminal output is made: no row of the request counts any more."""
         assert request.final_ids is not None, f"{request} ends without its tokens"
-        request.logprobs = []
         del self._requests[request.key]
         self._num_ended[reason] += 1
         self._results.stops.remove(request.stop_ids)
@@ -344,7 +344,6 @@ class Scheduler:
             self._queue.remove(request)
             request.state = RequestState.FINISHED
             return
-        self._table.is_live[request.slot] = False
         if reason is not FinishReason.LENGTH:  # a length is known at issue: no row comes after it
             for record in self._in_flight:
                 row = record.row_of(request)
@@ -358,7 +357,7 @@ class Scheduler:
         assert request.admission_order is not None, f"{request} was never admitted"
         self._num_preemptions += 1
         request.num_preemptions += 1
-        request.num_live_older = self._table.count_live_older(request.admission_order)
+        request.num_older = self._table.count_older(request.admission_order)
         request.is_preempted = True
         self._queue.num_returning += 1
         self._drain(request)

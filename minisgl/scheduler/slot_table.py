@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from minisgl.scheduler.batch import StepRecord
     from minisgl.scheduler.request import Request
 
+_NEVER = np.iinfo(np.int64).max
+
 
 class SlotTable:
     """One row for each slot. A request holds its slot from admission to release, that is, while it runs and drains."""
@@ -30,10 +32,9 @@ class SlotTable:
         # Pages of positions 0, page_size, ...; the memory of rows and columns never used is never touched.
         self.page_table = np.zeros((num_slots, max_pages), np.int32)
         self.is_decoding = np.zeros(num_slots, np.bool_)
-        self.is_live = np.zeros(num_slots, np.bool_)  # the terminal output is still to come
         # Unchanged while the slot is held:
         self.num_final = np.zeros(num_slots, np.int64)  # num_issued after the last row
-        self.admission_order = np.zeros(num_slots, np.int64)
+        self.admission_order = np.full(num_slots, _NEVER)  # _NEVER: the slot is free
         self.client_id = np.zeros(num_slots, np.int64)
         self.request_id = np.zeros(num_slots, np.uint64)
         self.is_streaming = np.zeros(num_slots, np.bool_)
@@ -45,7 +46,6 @@ class SlotTable:
         self.requests[slot] = request
         self.num_issued[slot] = num_cached_tokens
         self.page_table[slot, : len(page_ids)] = page_ids
-        self.is_live[slot] = True
         self.num_final[slot] = request.num_final_tokens
         self.admission_order[slot] = request.admission_order or 0
         self.client_id[slot] = request.client_id
@@ -60,7 +60,7 @@ class SlotTable:
         slot = request.slot
         assert slot is not None and self.requests[slot] is request, f"{request} does not hold slot {slot}"
         self.requests[slot] = None
-        self.is_live[slot] = False
+        self.admission_order[slot] = _NEVER
         self.free_slots.append(slot)
         request.slot, request.table = None, None
 
@@ -78,9 +78,9 @@ class SlotTable:
         """KV positions of a request that steps in flight are to write."""
         return sum(record.count_tokens(request) for record in self.in_flight)
 
-    def count_live_older(self, admission_order: int) -> int:
-        """Requests without a terminal output that hold a slot and were first admitted before this one."""
-        return int(np.count_nonzero(self.is_live & (self.admission_order < admission_order)))
+    def count_older(self, admission_order: int) -> int:
+        """Requests that hold a slot and were first admitted before this one."""
+        return int(np.count_nonzero(self.admission_order < admission_order))
 
     def holders(self) -> list[Request]:
         """The requests that hold a slot."""

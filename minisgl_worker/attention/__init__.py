@@ -1,4 +1,4 @@
-"""The attention backends, by name. Each needs something that may not be there, so each is imported when it is chosen."""
+"""The attention backends, by name. Each needs something that may not be there, so it is imported when it is chosen."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

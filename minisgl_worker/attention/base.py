@@ -20,7 +20,7 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One packed batch: decode rows (one token each) first, then the tokens of the prefill rows. Tensors on the device."""
+    """One packed batch: decode rows (one token each) first, then the prefill rows' tokens. Tensors on the device."""
 
     kv: KVCache
     positions: Tensor  # [num_tokens] i64

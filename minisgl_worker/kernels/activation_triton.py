@@ -13,20 +13,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """See `kernels.activation.silu_mul`."""
     num_rows, width = gate_up.shape
     out = gate_up.new_empty(num_rows, width // 2)
-    pdl = use_pdl(gate_up)
+    num_blocks = triton.cdiv(width // 2, BLOCK)
+    pdl = use_pdl(gate_up, num_rows * num_blocks)
     if num_rows:
-        _silu_mul_kernel[(num_rows, triton.cdiv(width // 2, BLOCK))](
+        _silu_mul_kernel[(num_rows, num_blocks)](
             gate_up, out, width // 2, gate_up.stride(0), BLOCK=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
         )
     return out
-
-
-@triton.jit
-def silu_mul_tile(gate, up):
-    """silu(gate) * up of two tiles of one dtype, each operation rounded to it; -> that dtype."""
-    wide = gate.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
@@ -40,4 +33,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, row_stride, BLOCK: tl.constexp
     up = tl.load(gate_up_ptr + row * row_stride + width + columns, mask=inside, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(out_ptr + row * width + columns, silu_mul_tile(gate, up), mask=inside)
+    wide = gate.to(tl.float32)
+    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    out = (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    tl.store(out_ptr + row * width + columns, out, mask=inside)

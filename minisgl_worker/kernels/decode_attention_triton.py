@@ -18,7 +18,7 @@ from torch import Tensor
 from minisgl_worker.kernels.launch import num_multiprocessors, use_pdl
 
 UNIT_TOKENS = 32
-COMBINE_PARTS = 8  # partial results whose loads are in flight together
+COMBINE_PARTS = 16  # partial results whose loads are in flight together
 LOG2_E = 1.4426950408889634
 
 
@@ -26,11 +26,16 @@ LOG2_E = 1.4426950408889634
 class DecodeConfig:
     """Launch parameters of the attention kernel."""
 
-    tile_tokens: int = 32
-    num_warps: int = 2
-    num_stages: int = 4
-    programs_per_sm: int = 4  # as many as fit: one wave
+    tile_tokens: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int  # as many as fit: one wave
     min_units: int = 2  # no worker takes fewer units: more workers on a row make more partial results
+
+
+def choose_config(group: int) -> DecodeConfig:
+    """Measured on H200 for groups of 2 and 5 query heads per KV head, 1 to 256 rows, 16 to 32k tokens a row."""
+    return DecodeConfig(32, 2 if group <= 2 else 4, 4, 4)
 
 
 class DecodePlan:
@@ -49,7 +54,7 @@ class DecodePlan:
         window: int | None = None,
         config: DecodeConfig | None = None,
     ) -> None:
-        self.config = config or DecodeConfig()
+        self.config = config or choose_config(num_heads // num_kv_heads)
         self.window = window
         self.max_rows = max_rows
         num_programs = num_multiprocessors(device) * self.config.programs_per_sm

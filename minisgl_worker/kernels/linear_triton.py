@@ -1,6 +1,6 @@
 """Triton kernels of `kernels.linear` for few rows.
 
-One row (two where the weight's rows are short): each program holds whole rows of the weight. They are loaded before
+One row (two where the weight is small): each program holds whole rows of the weight. They are loaded before
 the kernel waits for its predecessor, so with programmatic dependent launch the weight streams while the kernel in front
 runs.
 
@@ -20,7 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minisgl_worker.kernels.launch import use_pdl
 
-MAX_GEMV_WIDTH = 4096  # up to here a program holds whole rows of the weight in registers
+MAX_GEMV_WIDTH = 8192
+MAX_ROW_WIDTH = 4096  # up to here a program holds whole rows of the weight in registers
 MAX_COUNTERS = 4096
 BLOCK_M, BLOCK_N = 16, 64
 
@@ -45,12 +46,10 @@ class MatmulConfig:
 
 def gemv_config(num_outputs: int, width: int) -> GemvConfig:
     """Measured on H200 over the shapes of Qwen3-0.6B and 14B, cold weights."""
-    if width <= MAX_GEMV_WIDTH:
+    if width <= MAX_ROW_WIDTH:
         block_k = triton.next_power_of_2(width)
         return GemvConfig(8 if num_outputs > 4096 else 4, block_k, 8 if block_k > 2048 else 4)
-    if num_outputs < 6144 and width <= 8192:
-        return GemvConfig(4, 512, 4)
-    return GemvConfig(8, 512 if width > 8192 else 1024, 4)
+    return GemvConfig(4, 512, 4) if num_outputs < 6144 else GemvConfig(8, 1024, 4)
 
 
 def matmul_config(num_outputs: int, width: int) -> MatmulConfig:
@@ -72,7 +71,8 @@ def can_serve(x: Tensor, weight: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `kernels.linear.linear`; x has 1 to 16 rows."""
     num_outputs, width = weight.shape
-    if x.shape[0] == 1 or (x.shape[0] == 2 and width <= MAX_GEMV_WIDTH):
+    is_small = max(num_outputs, width) <= 4096
+    if (x.shape[0] == 1 and width <= MAX_GEMV_WIDTH) or (x.shape[0] == 2 and is_small):
         return gemv(x, weight, bias, gemv_config(num_outputs, width))
     return matmul(x, weight, bias, matmul_config(num_outputs, width))
 

@@ -23,7 +23,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     normed = rows.new_empty(rows.shape)
     total = normed if residual is None else rows.new_empty(rows.shape)
     block = triton.next_power_of_2(hidden)
-    pdl = use_pdl(x)
+    pdl = use_pdl(x, rows.shape[0])
     if rows.shape[0]:
         _rms_norm_kernel[(rows.shape[0],)](
             rows, rows if residual is None else residual.reshape(-1, hidden), weight, normed, total, hidden,

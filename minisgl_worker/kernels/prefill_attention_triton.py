@@ -56,7 +56,7 @@ def prefill_attention(
     page_size, num_kv_heads = k_cache.shape[1:3]
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1, "k and v cache need one layout"
     assert query.is_contiguous() and out.is_contiguous() and page_table.stride(1) == 1
-    pdl = use_pdl(query)
+    pdl = use_pdl(query, tiles.shape[0] * num_heads)
     if tiles.shape[0]:
         _prefill_kernel[(tiles.shape[0], num_heads)](
             query, k_cache, v_cache, page_table, tiles, out, scale * 1.4426950408889634,

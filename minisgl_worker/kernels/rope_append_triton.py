@@ -27,7 +27,7 @@ def qk_norm_rope_append(
     query = qkv.new_empty(num_tokens, num_heads, head_dim)
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1, "k and v cache need one layout"
     q_blocks, kv_blocks = triton.cdiv(num_heads, HEADS_PER_PROGRAM), triton.cdiv(num_kv_heads, HEADS_PER_PROGRAM)
-    pdl = use_pdl(qkv)
+    pdl = use_pdl(qkv, num_tokens * (q_blocks + 2 * kv_blocks))
     if num_tokens:
         _qk_norm_rope_append_kernel[(num_tokens, q_blocks + 2 * kv_blocks)](
             qkv, q_weight, k_weight, cos_sin, positions, kv_locations, query, k_cache, v_cache,

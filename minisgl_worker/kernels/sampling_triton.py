@@ -17,14 +17,17 @@ from minisgl_worker.kernels.sampling import Draw
 TILE = 512
 MAX_PARTS = 256
 TARGET_PROGRAMS = 2048
-NUM_WARPS = 1
+NUM_WARPS = 2
 
 
-def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, first_token_id: int) -> Draw:
-    """See `kernels.sampling.sample`."""
+def sample(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, first_token_id: int,
+    target_programs: int = TARGET_PROGRAMS,
+) -> Draw:  # fmt: skip
+    """See `kernels.sampling.sample`. `target_programs`: how many programs scan; with fewer, each can skip more."""
     num_rows, vocab = logits.shape
     num_tiles = triton.cdiv(vocab, TILE)
-    tiles_per_part = max(triton.cdiv(num_tiles, MAX_PARTS), triton.cdiv(num_tiles * num_rows, TARGET_PROGRAMS))
+    tiles_per_part = max(triton.cdiv(num_tiles, MAX_PARTS), triton.cdiv(num_tiles * num_rows, target_programs))
     num_parts = triton.cdiv(num_tiles, tiles_per_part)
     part_scores = logits.new_empty(num_rows, num_parts, dtype=torch.float32)
     part_tokens = logits.new_empty(num_rows, num_parts, dtype=torch.int32)
@@ -73,10 +76,11 @@ def _scan_kernel(
         logits = ahead.to(tl.float32)
         limit = tl.where(end > start + TILE, vocab, 0)
         ahead = tl.load(row_ptr + TILE + columns, mask=columns + TILE < limit, other=float("-inf"))
-        bits = token_bits(k0, k1, first_token_id + columns)
         if is_greedy:
+            bits = columns.to(tl.uint32)
             cannot_win = logits <= best
         else:
+            bits = token_bits(k0, k1, first_token_id + columns)
             # u, rounded down to 23 bits, plus 1. The slack covers the rounding of scores and of the bound itself.
             low = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
             slack = tl.abs(best) * 1e-6 + 0.01

@@ -48,7 +48,7 @@ class StepInputs:
 
 
 def diff_size(max_rows: int) -> int:
-    """i32 values in a diff for up to `max_rows` rows: the number of grants, a slot per row, (slot, index, page) per row."""
+    """i32 values in a diff for up to `max_rows` rows: number of grants, a slot per row, (slot, index, page) per row."""
     return DIFF_HEADER + 4 * max_rows
 
 
@@ -68,7 +68,7 @@ def begin_step(diff: Tensor, max_rows: int, slots: DeviceSlots, inputs: StepInpu
 
 
 def finish_step(inputs: StepInputs, slots: DeviceSlots, tokens: Tensor, failed: Tensor, out: Tensor) -> None:
-    """Leave each row's token for the next step, and for the host: out [num_rows] i32, the sign bit marks a failed row."""
+    """Leave each row's token for the next step, and for the host: out [num_rows] i32, sign bit = failed row."""
     if use_triton(inputs.temperature):
         from minisgl_worker.kernels import step_triton  # Triton is absent where there is no GPU
 

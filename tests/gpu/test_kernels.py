@@ -45,13 +45,19 @@ def assert_close(got, want, tolerance=4e-3):
     assert error <= tolerance, f"relative error {error:.2e}"
 
 
+def assert_same_rounding(got, want):
+    """All but a few values are equal bit by bit: intermediate values were rounded where the twin rounds them."""
+    assert got.shape == want.shape and got.dtype == want.dtype
+    assert (got != want).double().mean() <= 0.02
+
+
 @pytest.mark.parametrize("hidden", [1, 7, 200, 1024, 1500])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_rms_norm_any_size_equals_reference(rows, hidden):
     x, residual, weight = (torch.randn(*shape, dtype=DTYPE) for shape in ((rows, hidden), (rows, hidden), (hidden,)))
-    assert_close(norm_triton.rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+    assert_same_rounding(norm_triton.rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
     got, want = (f(x, residual, weight, 1e-6) for f in (norm_triton.add_rms_norm, add_rms_norm_reference))
-    assert_close(got[0], want[0])
+    assert_same_rounding(got[0], want[0])
     assert torch.equal(got[1], want[1])
 
 
@@ -127,6 +133,14 @@ def test_sample_any_vocabulary_equals_reference(vocab):
     assert torch.equal(got.tokens, want.tokens)
     assert not got.failed.any()
     torch.testing.assert_close(got.scores, want.scores, rtol=1e-5, atol=1e-5)
+
+
+def test_sample_of_many_rows_skips_no_winner():
+    rows = 16
+    logits = torch.randn(rows, 20_000, dtype=DTYPE) * torch.linspace(0.1, 8, rows, dtype=DTYPE)[:, None]
+    temperature, seeds, positions = torch.full((rows,), 0.8), torch.arange(rows) * 7919, torch.arange(rows)
+    got = sampling_triton.sample(logits, temperature, seeds, positions, 0, target_programs=2 * rows)
+    assert torch.equal(got.tokens, sample_reference(logits, temperature, seeds, positions).tokens)
 
 
 def test_sample_of_equal_logits_takes_lowest_id():

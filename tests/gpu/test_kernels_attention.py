@@ -14,6 +14,7 @@ from minisgl_worker.kernels.decode_attention import decode_attention_reference
 from minisgl_worker.kernels.decode_attention_triton import DecodePlan, decode_attention
 from minisgl_worker.kernels.prefill_attention import prefill_attention_reference
 from minisgl_worker.kernels.prefill_attention_triton import plan_prefill, prefill_attention
+from minisgl_worker.kernels.rope_append_triton import qk_norm_rope_append
 from minisgl_worker.kv_cache import KVCache
 
 pytestmark = pytest.mark.gpu
@@ -105,6 +106,26 @@ def test_decode_with_window_equals_reference(device, window):
 def test_decode_through_slots_equals_reference(device):
     cache = Cache([30, 70, 1, 256, 9], 2, 64, 16)
     check_decode(cache, 4, DecodePlan(16, 4, 2, 64, device), slots=torch.tensor([3, 0, 2, 3]))
+
+
+def test_decode_right_after_append_sees_the_new_token(device):
+    num_rows, scale = 3, 64**-0.5
+    cache = Cache([65, 200, 33], 2, 64, 16)
+    plan = DecodePlan(16, 4, 2, 64, device)
+    angles = torch.rand(256, 32) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    positions = cache.lengths.long() - 1
+    pages = cache.table[torch.arange(num_rows), positions // 16].long()
+    locations = pages * 16 + positions % 16
+    plan.build(cache.lengths, num_rows)
+    for _ in range(1 if IS_INTERPRETED else 50):  # the second kernel starts while the first runs
+        qkv = torch.randn(num_rows, 8 * 64, dtype=DTYPE) * 4
+        out = torch.full((num_rows, 4, 64), float("nan"), dtype=DTYPE)
+        query = qk_norm_rope_append(qkv, None, None, 1e-6, cos_sin, positions, cache.k, cache.v, locations)
+        arguments = (query, cache.k, cache.v, cache.table, cache.lengths, scale)
+        decode_attention(*arguments, plan, out, plan_is_old=True)
+        assert_close(out, decode_attention_reference(*arguments))
+        assert torch.equal(cache.v[pages, positions % 16], qkv.view(num_rows, 8, 64)[:, 6:])
 
 
 @pytest.mark.parametrize("window", [None, 50])

@@ -5,7 +5,18 @@ import struct
 from pathlib import Path
 
 import pytest
-from model_folders import CONFIG, write_folder, write_json, write_safetensors
+from model_folders import (
+    CONFIG,
+    FLOAT32,
+    GGUF_METADATA,
+    GGUF_TENSORS,
+    STRING,
+    UINT32,
+    write_folder,
+    write_gguf,
+    write_json,
+    write_safetensors,
+)
 
 from minisgl.errors import ModelLoadError
 from minisgl.gguf_header import GgufHeader
@@ -273,53 +284,6 @@ def test_pickle_weights_are_refused_with_the_way_out(tmp_path):
 # --------------------------------------------------------------------------------------------------------------------
 # GGUF
 
-UINT32, FLOAT32, STRING, ARRAY, INT32 = 4, 6, 8, 9, 5
-METADATA = {
-    "general.architecture": (STRING, "llama"),
-    "general.file_type": (UINT32, 1),
-    "llama.block_count": (UINT32, 2),
-    "llama.context_length": (UINT32, 512),
-    "llama.embedding_length": (UINT32, 64),
-    "llama.feed_forward_length": (UINT32, 128),
-    "llama.attention.head_count": (UINT32, 4),
-    "llama.attention.head_count_kv": (UINT32, 2),
-    "llama.attention.layer_norm_rms_epsilon": (FLOAT32, 2.0**-17),
-    "llama.rope.freq_base": (FLOAT32, 5e5),
-    "tokenizer.ggml.tokens": (ARRAY, ["a", "日本", ""]),
-    "tokenizer.ggml.token_type": (ARRAY, [1, 3, 1]),
-    "tokenizer.ggml.eos_token_id": (UINT32, 2),
-    "tokenizer.ggml.eot_token_id": (UINT32, 5),
-}
-TENSORS = {"token_embd.weight": (64, 320), "output.weight": (64, 320)}  # innermost dimension first, as the file has it
-F32 = 0
-
-
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def write_gguf(path: Path, *, tensors=TENSORS, version=3, counts=None, **changes) -> Path:
-    """A GGUF file with float32 tensors of zeros; `changes` are to METADATA with dots as double underscores."""
-    metadata = {**METADATA, **{key.replace("__", "."): value for key, value in changes.items()}}
-    metadata = {key: value for key, value in metadata.items() if value is not None}
-    header = struct.pack("<4sI", b"GGUF", version) + struct.pack("<QQ", *(counts or (len(tensors), len(metadata))))
-    for key, (kind, value) in metadata.items():
-        header += text(key) + struct.pack("<I", kind)
-        if kind == STRING:
-            header += text(value)
-        elif kind == ARRAY:
-            is_text = isinstance(value[0], str)
-            header += struct.pack("<IQ", STRING if is_text else INT32, len(value))
-            header += b"".join(text(v) if is_text else struct.pack("<i", v) for v in value)
-        else:
-            header += struct.pack({UINT32: "<I", FLOAT32: "<f"}[kind], value)
-    offset = 0
-    for name, shape in tensors.items():
-        header += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, F32, offset)
-        offset += 4 * shape[0] * shape[1]
-    path.write_bytes(header + bytes(-len(header) % 32) + bytes(offset))
-    return path
-
 
 def test_read_of_gguf_gives_config_and_end_ids(tmp_path):
     path = write_gguf(tmp_path / "m.gguf")
@@ -368,7 +332,7 @@ def test_gguf_header_reads_arrays_and_places(tmp_path):
         ({"llama__expert_count": (UINT32, 8)}, ["expert_count", "8"]),
         ({"general__alignment": (UINT32, 33)}, ["alignment", "33"]),
         ({"tensors": {"x": (64, 320)}}, ["token_embd.weight"]),
-        ({"tensors": {**TENSORS, "rope_freqs.weight": (8, 1)}}, ["rope_freqs.weight"]),
+        ({"tensors": {**GGUF_TENSORS, "rope_freqs.weight": (8, 1)}}, ["rope_freqs.weight"]),
         ({"tensors": {"token_embd.weight": (0, 320)}}, ["token_embd.weight"]),
     ],
 )
@@ -403,7 +367,7 @@ def test_read_of_gguf_with_a_string_longer_than_the_file_is_refused(tmp_path):
 def test_read_of_gguf_with_an_array_past_the_end_is_refused(tmp_path):
     last = "tokenizer.ggml.tokens"
     path = write_gguf(
-        tmp_path / "m.gguf", tensors={}, **{key.replace(".", "__"): None for key in METADATA if key != last}
+        tmp_path / "m.gguf", tensors={}, **{key.replace(".", "__"): None for key in GGUF_METADATA if key != last}
     )
     data = path.read_bytes().rstrip(b"\0")
     place = data.rindex("日本".encode()) - 8

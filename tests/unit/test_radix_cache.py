@@ -113,6 +113,14 @@ def test_release_of_a_different_end_splits_the_run():
     assert books.match("abxy").page_ids.tolist() == [first[0], second[1]]
 
 
+def test_release_of_the_beginning_of_a_run_leaves_it_whole():
+    books = Books()
+    early = books.start("abcd")
+    books.use("abcdef")
+    books.end("abcd", early)
+    assert books.runs() == ["abcdef"] and books.pool.num_free == 29
+
+
 def test_release_of_a_page_that_is_cached_already_frees_the_duplicate():
     books = Books()
     first, second = books.start("abcd"), books.start("abcd")

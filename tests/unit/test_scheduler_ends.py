@@ -42,6 +42,18 @@ def test_complete_stop_id_of_another_request_does_not_end_this_one():
     assert [len(tokens) for tokens in s.tokens.values()] == [6, 4, 1]
 
 
+def test_stop_ids_are_looked_for_only_while_their_requests_live():
+    s = Scenario()
+    first = s.submit(make_prompt(5), stop_ids=(7, 8))
+    s.submit(make_prompt(5, 50), stop_ids=(8, 9, VOCAB_SIZE))
+    is_stop = s.scheduler._results.stops.is_stop
+    assert is_stop.nonzero()[0].tolist() == [7, 8, 9]
+    s.abort(first)
+    assert is_stop.nonzero()[0].tolist() == [8, 9]
+    s.run()
+    assert not is_stop.any()
+
+
 @pytest.mark.parametrize("min_tokens, num_tokens", [(0, 1), (1, 2), (3, 4)])
 def test_complete_stop_ids_before_min_tokens_do_not_end_the_request(min_tokens, num_tokens):
     s = Scenario()

@@ -68,8 +68,15 @@ def make_admit(slot: int, token_ids: list[int], pages: list[int], *, sampling: S
     return Admit(slot, pack(*token_ids), num_prompt, num_cached, pack(*pages), seed, sampling)
 
 
-def make_step(step_id: int, *, admits: tuple[Admit, ...] = (), grants: tuple[int, ...] = (), decode: list[int] | None = None,
-              run_decode: bool = False, prefills: tuple[int, ...] = ()) -> Step:  # fmt: skip
+def make_step(
+    step_id: int,
+    *,
+    admits: tuple[Admit, ...] = (),
+    grants: tuple[int, ...] = (),
+    decode: list[int] | None = None,
+    run_decode: bool = False,
+    prefills: tuple[int, ...] = (),
+) -> Step:
     decode_slots = None if decode is None else pack(*decode)
     return Step(step_id, admits, pack(*grants), decode_slots, run_decode, pack(*prefills))
 

@@ -1,6 +1,7 @@
 """The step that graphs hold, run without a graph on a CPU, against the eager step."""
 
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,9 @@ def run_mixed_steps(runner: ModelRunner) -> list[list[int]]:
     """Three requests of several kinds that join, grow over pages, and leave; then slots are used again."""
     samplings = [GREEDY, DRAWN, PENALIZED]
     admits = tuple(
-        make_admit(slot, list(range(5 + slot, 12 + slot)), [slot * 4, slot * 4 + 1], sampling=samplings[slot], seed=slot)
+        make_admit(
+            slot, list(range(5 + slot, 12 + slot)), [slot * 4, slot * 4 + 1], sampling=samplings[slot], seed=slot
+        )
         for slot in range(3)
     )
     steps = [
@@ -82,4 +85,4 @@ def test_choose_buckets_follows_the_options(max_running, sizes, max_size, expect
 def test_default_buckets_waste_few_rows() -> None:
     buckets = choose_buckets(1000, None, None)
     assert buckets[0] == 1 and buckets[-1] == 256
-    assert all(after - before <= 16 for before, after in zip(buckets, buckets[1:], strict=False))
+    assert all(after - before <= 16 for before, after in pairwise(buckets))
