@@ -17,7 +17,7 @@ class Draw:
     """
 
     tokens: Tensor  # [num_rows] i64: always a valid id
-    scores: Tensor  # [num_rows] fp32: what the chosen token won with; -inf: no token can be chosen
+    scores: Tensor  # [num_rows] fp32: what the chosen token won with; NaN: a NaN or +inf; -inf: no token can win
     failed: Tensor  # [num_rows] bool: the row holds NaN or +inf, or no finite logit
 
 
@@ -41,11 +41,10 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 def combine_draws(draws: list[Draw]) -> Draw:
     """The draw from the whole vocabulary, given the draws from its parts in ascending order of their token ids."""
     scores = torch.stack([draw.scores for draw in draws])
-    best = scores.argmax(dim=0, keepdim=True)
+    best = scores.argmax(dim=0, keepdim=True)  # to which NaN is the highest
     tokens = torch.stack([draw.tokens for draw in draws]).gather(0, best)[0]
     score = scores.gather(0, best)[0]
-    bad = torch.stack([draw.failed & (draw.scores != -torch.inf) for draw in draws]).any(dim=0)
-    return Draw(tokens, score, bad | (score == -torch.inf))
+    return Draw(tokens, score, ~score.isfinite())
 
 
 def sample_reference(
@@ -63,4 +62,5 @@ def sample_reference(
             noisy = gumbel(k0[row], k1[row], columns)
             noisy.add_(logits[row].to(torch.float32) / temperature[row])
             scores[row], tokens[row] = noisy.max(dim=-1)
+    scores.masked_fill_(failed & (scores != -torch.inf), torch.nan)
     return Draw(tokens + first_token_id, scores, failed)

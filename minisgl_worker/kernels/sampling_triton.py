@@ -117,7 +117,7 @@ def _choose_kernel(
     failed = tl.load(part_failed_ptr + row * num_parts + lanes, mask=inside, other=0)
     score = tl.max(scores, axis=0)
     token = tl.min(tl.where(scores == score, tokens, 0x7FFFFFFF), axis=0)
-    has_failed = (tl.max(failed, axis=0) > 0) | (score == float("-inf"))
+    is_broken = tl.max(failed, axis=0) > 0
     tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(scores_ptr + row, score)
-    tl.store(failed_ptr + row, has_failed)
+    tl.store(scores_ptr + row, tl.where(is_broken, float("nan"), score))
+    tl.store(failed_ptr + row, is_broken | (score == float("-inf")))

@@ -170,13 +170,14 @@ def test_sample_from_vocabulary_parts_equals_whole():
     logits, rows = torch.randn(8, 3000, dtype=DTYPE), torch.arange(8)
     logits[5] = float("-inf")
     logits[6, :1000] = float("-inf")
+    logits[7, 1000:2000] = float("nan")
     temperature = torch.full((8,), 0.7)
     whole = sampling_triton.sample(logits, temperature, rows, rows, 0)
     parts = [sampling_triton.sample(logits[:, i : i + 1000], temperature, rows, rows, i) for i in (0, 1000, 2000)]
     combined = combine_draws(parts)
     good = ~whole.failed
     assert torch.equal(combined.tokens[good], whole.tokens[good])
-    assert combined.failed.tolist() == whole.failed.tolist() == [False] * 5 + [True] + [False] * 2
+    assert combined.failed.tolist() == whole.failed.tolist() == [False] * 5 + [True, False, True]
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

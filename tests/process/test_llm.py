@@ -10,7 +10,7 @@ from array import array
 import pytest
 from fake_engine import VOCAB, text_params
 from model_folders import write_folder
-from tokenizers_made_here import make_piece_tokenizer
+from tokenizers_made_here import make_byte_tokenizer, make_piece_tokenizer
 
 from minisgl.core import SamplingParams
 from minisgl.errors import (
@@ -78,6 +78,12 @@ def test_generate_ends_at_the_models_end_ids_and_hides_them(llm):
     result = llm.generate([[EOS - 2]], SamplingParams(max_tokens=9))[0]
     assert (result["token_ids"], result["finish_reason"], result["stop_reason"]) == ([256], "stop", None)
     assert llm.generate([[EOS - 2]], text_params())[0]["token_ids"] == [256, 257, 258]
+
+
+def test_generate_ends_at_the_tokenizers_end_id_too(engine, tmp_path):
+    folder = write_folder(tmp_path / "model", make_byte_tokenizer(), eos_token_id=None)
+    with LLM(str(folder), engine=engine.address) as llm:
+        assert llm.generate([[EOS - 2]], SamplingParams(max_tokens=9))[0]["token_ids"] == [256]
 
 
 def test_generate_names_the_stop_id_that_was_asked_for(llm):

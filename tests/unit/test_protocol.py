@@ -160,7 +160,7 @@ def test_decode_malformed_frame_raises_quickly(frame: bytes) -> None:
         (4, [0]), (4, [9]),
         (1, [1, b"0.1"]), (1, [1, "x" * (2**16 + 1)]),
         (20, [1] * 11 + [float("nan")]), (20, [1] * 11 + [float("inf")]), (20, [1] * 11 + [1]),
-        (33, [0, [], bytes(8), None, True, b""]), (33, [0, [[1]], b"", None, True, b""]), 
+        (33, [0, [], bytes(8), None, True, b""]), (33, [0, [[1]], b"", None, True, b""]),
         (33, [0, [], b"", None, 1, b""]),
         (33, [-1, [], b"", None, True, b""]), (33, [0, {}, b"", None, True, b""]),
         (2, [[[1] * 5]]), (2, [["abc"]]),

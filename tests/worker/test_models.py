@@ -1,0 +1,109 @@
+"""Logits through the paged path against transformers, and their independence of how the work is cut."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from minisgl.config import EngineConfig
+from minisgl_worker.model_runner import ModelRunner
+from tests.worker.checkpoints import VOCAB_SIZE, make_admit, make_step, read_tokens, reference_logits, write_checkpoint
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+VARIANTS = [
+    ("LlamaForCausalLM", {}),
+    ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    ("LlamaForCausalLM", {"num_key_value_heads": 1, "head_dim": 8}),
+    ("LlamaForCausalLM", {"num_key_value_heads": 4, "rope_parameters": LLAMA3}),
+    ("LlamaForCausalLM", {"rope_parameters": LINEAR}),
+    ("LlamaForCausalLM", {"rope_parameters": YARN}),
+    ("Qwen3ForCausalLM", {}),
+    ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "num_key_value_heads": 4, "attention_bias": True}),
+]
+PROMPT = [random.Random(3).randrange(VOCAB_SIZE) for _ in range(37)]
+
+
+class Recorder:
+    """A runner whose sampling rows' logits are kept."""
+
+    def __init__(self, folder: Path, **options: object):
+        torch.set_num_threads(1)
+        values = {"device": "cpu", "num_pages": 64, "page_size": 4, "max_running_req": 4, "max_seq_len": 128, **options}
+        self.runner = ModelRunner(EngineConfig.from_options(folder, values))
+        self.logits: list[torch.Tensor] = []
+        draw = self.runner._sampler.draw
+
+        def keep(logits, slots, positions):
+            self.logits.append(logits.clone())
+            return draw(logits, slots, positions)
+
+        self.runner._sampler.draw = keep
+
+    def force(self, tokens: list[int], chunk: int, num_cached: int = 0) -> torch.Tensor:
+        """Logits after tokens[:chunk...], computed as a prompt cut into chunks and then one token at a time."""
+        page_size = self.runner.kv.page_size
+        pages = list(range(5, 5 + -(-len(tokens) // page_size)))
+        step_id = 0
+        for start in range(num_cached, len(PROMPT), chunk):
+            admits = (make_admit(1, PROMPT, pages, num_cached=num_cached),) if start == num_cached else ()
+            length = min(chunk, len(PROMPT) - start)
+            prefill = (1, start, length, int(start + length == len(PROMPT)))
+            self.runner.execute(make_step(step_id, admits=admits, prefills=prefill))
+            step_id += 1
+        for token in tokens[len(PROMPT) :]:
+            with torch.inference_mode():
+                self.runner._slots.last_token[1] = token
+            self.runner.execute(make_step(step_id, decode=[1], run_decode=True))
+            step_id += 1
+        return torch.cat(self.logits)
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), VARIANTS)
+def test_logits_equal_those_of_transformers(tmp_path: Path, architecture: str, overrides: dict[str, object]) -> None:
+    folder = write_checkpoint(tmp_path / "m", architecture, **overrides)
+    tokens = PROMPT + [5, 17, 3, 80, 41]
+    expected = reference_logits(folder, tokens)[len(PROMPT) - 1 :]
+    for chunk in (len(PROMPT), 8, 1):
+        logits = Recorder(folder, dtype="float32").force(tokens, chunk)
+        assert logits.shape == expected.shape
+        assert (logits - expected).abs().max() < 1e-4
+
+
+def test_float64_logits_do_not_depend_on_how_the_work_is_cut(tmp_path: Path) -> None:
+    """Chunk and page sizes, and a prefix from the cache, change nothing but the last bits."""
+    folder = write_checkpoint(tmp_path / "m")
+    tokens = PROMPT + [5, 17, 3, 80, 41]
+    base = Recorder(folder, dtype="float64").force(tokens, len(PROMPT))
+    for page_size, chunk in ((1, 5), (4, 8), (16, 1), (16, 30)):
+        logits = Recorder(folder, dtype="float64", page_size=page_size).force(tokens, chunk)
+        assert (logits - base).abs().max() < 1e-9
+    recorder = Recorder(folder, dtype="float64")
+    recorder.force(tokens, 9)
+    recorder.logits.clear()
+    assert (recorder.force(tokens, 50, num_cached=32) - base).abs().max() < 1e-9
+
+
+def test_batch_mates_do_not_change_a_request_in_float64(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", "LlamaForCausalLM")
+    prompts = [[random.Random(i).randrange(VOCAB_SIZE) for _ in range(3 + 9 * i)] for i in range(4)]
+
+    def run(chosen: list[int]) -> dict[int, list[int]]:
+        recorder = Recorder(folder, dtype="float64")
+        admits = tuple(make_admit(i, prompts[i], list(range(i * 16, i * 16 + 16))) for i in chosen)
+        prefills = tuple(value for i in chosen for value in (i, 0, len(prompts[i]), 1))
+        results = [recorder.runner.execute(make_step(0, admits=admits, prefills=prefills)).result()]
+        for step_id in range(1, 12):
+            decode = chosen if step_id == 1 else None
+            results.append(recorder.runner.execute(make_step(step_id, decode=decode, run_decode=True)).result())
+        return dict(zip(chosen, zip(*(read_tokens(r.tokens) for r in results), strict=True), strict=True))
+
+    together = run([0, 1, 2, 3])
+    assert all(run([i])[i] == together[i] for i in range(4))
+    assert run([3, 1])[1] == together[1]
+    assert len(set(together.values())) == 4
