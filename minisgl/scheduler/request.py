@@ -52,13 +52,9 @@ class Request:
         stream: bool,
     ) -> None:
         assert prompt_ids.dtype == np.int32, f"prompt_ids are {prompt_ids.dtype}, not int32"
-        self.client_id = client_id
-        self.request_id = request_id
-        self.prompt_ids = prompt_ids
-        self.max_tokens = max_tokens
-        self.sampling = sampling
-        self.seed = seed
-        self.stream = stream
+        self.client_id, self.request_id = client_id, request_id
+        self.prompt_ids, self.max_tokens = prompt_ids, max_tokens
+        self.sampling, self.seed, self.stream = sampling, seed, stream
         self.stop_ids = frozenset(np.frombuffer(sampling.stop_ids, np.int32).tolist())
         # Log-probability items that the Result holds for each of its tokens: the chosen one and the k best.
         self.num_items_per_token = 0 if sampling.num_logprobs is None else sampling.num_logprobs + 1

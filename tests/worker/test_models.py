@@ -67,7 +67,7 @@ class Recorder:
 @pytest.mark.parametrize(("architecture", "overrides"), VARIANTS)
 def test_logits_equal_those_of_transformers(tmp_path: Path, architecture: str, overrides: dict[str, object]) -> None:
     folder = write_checkpoint(tmp_path / "m", architecture, **overrides)
-    tokens = PROMPT + [5, 17, 3, 80, 41]
+    tokens = [*PROMPT, 5, 17, 3, 80, 41]
     expected = reference_logits(folder, tokens)[len(PROMPT) - 1 :]
     for chunk in (len(PROMPT), 8, 1):
         logits = Recorder(folder, dtype="float32").force(tokens, chunk)
@@ -78,7 +78,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, architecture: str, o
 def test_float64_logits_do_not_depend_on_how_the_work_is_cut(tmp_path: Path) -> None:
     """Chunk and page sizes, and a prefix from the cache, change nothing but the last bits."""
     folder = write_checkpoint(tmp_path / "m")
-    tokens = PROMPT + [5, 17, 3, 80, 41]
+    tokens = [*PROMPT, 5, 17, 3, 80, 41]
     base = Recorder(folder, dtype="float64").force(tokens, len(PROMPT))
     for page_size, chunk in ((1, 5), (4, 8), (16, 1), (16, 30)):
         logits = Recorder(folder, dtype="float64", page_size=page_size).force(tokens, chunk)

@@ -103,7 +103,8 @@ def test_draws_follow_the_softmax_at_their_temperature_and_no_other() -> None:
 
 @pytest.mark.parametrize("sampling", [
     dataclasses.replace(DRAWN, top_k=VOCAB), dataclasses.replace(DRAWN, top_k=VOCAB - 1, min_p=1e-12),
-    dataclasses.replace(DRAWN, num_logprobs=0), dataclasses.replace(DRAWN, bias_ids=b"\x05\0\0\0", bias_values=bytes(4)),
+    dataclasses.replace(DRAWN, num_logprobs=0),
+    dataclasses.replace(DRAWN, bias_ids=b"\x05\0\0\0", bias_values=bytes(4)),
     dataclasses.replace(DRAWN, min_tokens=0, stop_ids=b"\x01\0\0\0"),
 ])  # fmt: skip
 def test_inert_extras_change_no_token(sampling: Sampling) -> None:
