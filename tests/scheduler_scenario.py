@@ -201,6 +201,12 @@ class Scenario:
         assert stats.num_pages_free + stats.num_pages_cached + stats.num_pages_used == self.config.num_pages
 
 
+def admitted(scenario: Scenario) -> list[int]:
+    """Ids of the requests that the next step admits."""
+    step = scenario.issue()
+    return [] if step is None else [admit.seed for admit in step.admits]  # a scenario's seeds are its ids
+
+
 def get_prefills(step: Step) -> list[list[int]]:
     """[slot, first position, number of tokens, last chunk?] of each chunk."""
     return np.frombuffer(step.prefills, np.int32).reshape(-1, 4).tolist()

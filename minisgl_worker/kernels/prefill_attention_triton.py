@@ -27,7 +27,7 @@ def plan_prefill(rows: Sequence[tuple[int, int, int]], tile_queries: int = TILE_
         for done in range(0, num_tokens, tile_queries)
     ]
     tiles.sort(key=lambda tile: -tile[3])
-    return torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
+    return torch.tensor(tiles, dtype=torch.int32, device="cpu").view(-1, 4)
 
 
 def prefill_attention(

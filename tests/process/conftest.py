@@ -1,5 +1,6 @@
 """A scripted engine and an `LLM` attached to it."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(tmp_path: Path, folder: Path) -> Iterator[FakeEngine]:
     with running_engine(f"ipc://{tmp_path}/engine.sock", model=str(folder)) as engine:
         yield engine
+    left = [thread.name for thread in threading.enumerate() if thread.name == "minisgl-client"]
+    assert not left, "a connection was left open"
 
 
 @pytest.fixture

@@ -86,6 +86,17 @@ def test_failed_sample_is_an_error_that_names_the_prompt(engine, llm):
         llm.generate([[1], [2]], text_params())
 
 
+def test_failed_sample_of_a_stream_ends_the_others_too(engine, llm):
+    engine.is_paused = True
+    stream = llm.stream([1], text_params(n=2))
+    engine.wait_for(lambda: len(engine.running) == 2)
+    engine.send(make_error(engine, stream.request_id, "its logits are not finite"))
+    with pytest.raises(MinisglError, match="not finite"):
+        next(stream)
+    engine.wait_for(lambda: stream.request_id + 1 in engine.aborted())
+    assert list(stream) == []
+
+
 def expect_death(engine: FakeEngine, llm: LLM, match: str, within_s: float = 1.5) -> None:
     """The waiting call and every later one raise EngineDead with the cause."""
     started = time.monotonic()
