@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 85
+TIMEOUT_S = 240
 
 
 @pytest.mark.time_limit(TIMEOUT_S + 10)
