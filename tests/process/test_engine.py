@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +26,15 @@ from minisgl.transport import ClientChannel, make_context
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
 ROOT = Path(__file__).resolve().parents[2]
+# Private folders of the engines started here alone: others may come and go on this machine.
+TEMPORARY = Path(tempfile.gettempdir()) / f"engines-{os.getpid()}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def temporary_folder() -> Iterator[None]:
+    TEMPORARY.mkdir()
+    yield
+    shutil.rmtree(TEMPORARY)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +46,7 @@ def start(folder: Path, address: str, *flags: str, fault: str = "", **popen: obj
     """An engine with the fake worker; its readiness line is not waited for."""
     command = [sys.executable, "-m", "minisgl.engine", "--model", str(folder), "--address", address,
                "--worker-module", "tests.process.fake_worker", "--num-pages", "64", *flags]  # fmt: skip
-    environment = {**os.environ, "MINISGL_FAKE_FAULT": fault}
+    environment = {**os.environ, "MINISGL_FAKE_FAULT": fault, "TMPDIR": str(TEMPORARY)}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen},
@@ -66,7 +76,7 @@ def running(folder: Path, address: str, *flags: str, fault: str = "") -> Iterato
 
 
 def private_folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("minisgl-*"))
+    return set(TEMPORARY.glob("minisgl-*"))
 
 
 def children_of(pid: int) -> list[int]:

@@ -60,6 +60,8 @@ def test_blanks_truncation_and_padding_of_the_file_have_no_effect(tmp_path):
         folder / "tokenizer_config.json", {**config, "clean_up_tokenization_spaces": True, "model_max_length": 3}
     )
     encoder = load(folder)
+    backend = encoder.tokenizer.backend_tokenizer
+    assert backend.truncation is None and backend.padding is None  # or else threads would change them in turn
     ids = encoder.encode(["Hi , there ."])[0]
     assert bytes(ids) == b"Hi , there ."
     assert encoder.tokenizer.decode(ids) == encoder.decoder.decode(ids, skip_special_tokens=True) == "Hi , there ."
