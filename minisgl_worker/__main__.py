@@ -2,25 +2,35 @@
 
 import argparse
 import logging
+import os
 import sys
 
 from minisgl.lifeline import watch_parent
 
+# How long (in loop turns, about a microsecond in all) an idle thread of torch's pool spins before it sleeps. Spinning for
+# as long as the OpenMP runtime does by default takes the core away from whoever the thread waits for: on two cores, one
+# of them busy, decoding ran 7 to 15 times slower.
+OMP_SPIN_TURNS = "1000"
+
 
 def main() -> int:
+    os.environ.setdefault("GOMP_SPINCOUNT", OMP_SPIN_TURNS)  # read when torch is imported, which comes later
     parser = argparse.ArgumentParser(prog="minisgl_worker", description=__doc__)
     parser.add_argument("--steps", metavar="ADDRESS", help="channel that brings the steps")
     parser.add_argument("--results", metavar="ADDRESS", help="channel that takes the results")
     parser.add_argument("--death-fd", type=int, metavar="FD", help="pipe that closes when the engine ends")
     parser.add_argument("--replay", metavar="FILE", help="run the steps that an engine recorded with --record-steps")
     parser.add_argument("--repeat", type=int, default=1, help="with --replay: number of runs")
+    parser.add_argument("--expect", metavar="DIGEST", help="with --replay: exit 1 unless the tokens have this digest")
     parser.add_argument("--trace", metavar="FILE", help="with --replay: write a profile of the last run")
     arguments = parser.parse_args()
+    if arguments.repeat < 1:
+        parser.error(f"--repeat must be at least 1, got {arguments.repeat}")
     logging.basicConfig(level=logging.WARNING, format="minisgl worker: %(levelname)s %(message)s", stream=sys.stderr)
     if arguments.replay:
         from minisgl_worker.replay import replay  # it imports torch, which a worker's start must not wait for
 
-        return replay(arguments.replay, arguments.repeat, arguments.trace)
+        return replay(arguments.replay, arguments.repeat, arguments.trace, arguments.expect)
     if not arguments.steps or not arguments.results:
         parser.error("--steps and --results are needed, or --replay")
     if arguments.death_fd is not None:

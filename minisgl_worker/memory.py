@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from minisgl.errors import ModelLoadError
 from minisgl_worker.attention.base import AttentionBackend, ForwardBatch, PrefillRow
 from minisgl_worker.kv_cache import KVCache
 
-CPU_POOL_SHARE = 0.25  # of free memory
+MEMINFO = Path("/proc/meminfo")
+CPU_POOL_SHARE = 0.25  # of the memory that is available
 CUDA_SLACK_BYTES = 512 * 2**20  # libraries' workspaces, the graphs' own memory, fragments
 
 
@@ -54,7 +56,8 @@ def fit_pages(
     """Pages of the KV pool: what fits the memory that is left, but no more than `most`, which all requests could use.
 
     On a GPU `memory_ratio` of the whole memory may be used, weights and all. On a CPU the memory belongs to other
-    programs too: a quarter of what is free at most, which the kernel commits only as pages are first written.
+    programs too: `memory_ratio` of a quarter of what is available at most, shared by the ranks; the operating system
+    commits it only as pages are first written.
 
     Args:
         reserved_bytes: kept free for the largest step and the graphs.
@@ -67,7 +70,7 @@ def fit_pages(
         free, total = torch.cuda.mem_get_info(device)
         budget = int(free - (1 - config.memory_ratio) * total) - int(reserved_bytes * 1.1) - CUDA_SLACK_BYTES
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = available_memory_bytes()
         budget = int(free * CPU_POOL_SHARE * config.memory_ratio / num_ranks)
     num_pages = min(budget // page_bytes - 1, most)  # one more is the dummy page
     if num_pages < 1:
@@ -77,3 +80,17 @@ def fit_pages(
             "lower max_extend_tokens or max_running_req"
         )
     return num_pages
+
+
+def available_memory_bytes() -> int:
+    """Memory of this machine that programs can still get, file caches included: they are dropped when it is needed.
+
+    After a model was read, most memory that can be had is such a cache, which the number of free pages leaves out.
+    """
+    try:
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

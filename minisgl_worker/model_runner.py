@@ -21,7 +21,7 @@ from minisgl_worker.memory import fit_pages, measure_step_bytes
 from minisgl_worker.models import MODELS
 from minisgl_worker.parallel import ParallelGroup
 from minisgl_worker.rotary import build_rotary_table
-from minisgl_worker.sampler import Logprobs, Sampler
+from minisgl_worker.sampler import Logprobs, Sampler, extras_bytes
 from minisgl_worker.weights import fill_dummy_weights, load_weights
 
 
@@ -112,10 +112,10 @@ class ModelRunner:
         out = graph.out[: len(slots)]
         logprobs = None
         if self._sampler.has_extras(slots):
-            tokens = graph.tokens[: len(slots)]
-            logprobs = self._sampler.apply_extras(graph.logits, tokens, slots, self._slots.seq_lens[slots])
+            tokens, failed = graph.tokens[: len(slots)], out < 0
+            logprobs = self._sampler.apply_extras(graph.logits, tokens, failed, slots, self._slots.seq_lens[slots])
             self._slots.last_token[graph.inputs.slots[: len(slots)].to(torch.int64)] = tokens
-            out = _mark_failed(tokens, out < 0)
+            out = _mark_failed(tokens, failed)
         return self._make_handle(step.step_id, out, logprobs)
 
     def _run_eager(self, step: Step, grants: NDArray[np.int32]) -> StepHandle:
@@ -130,7 +130,7 @@ class ModelRunner:
             draw = self._sampler.draw(logits, slots, positions)
             logprobs = None
             if self._sampler.has_extras(slots):
-                logprobs = self._sampler.apply_extras(logits, draw.tokens, slots, positions)
+                logprobs = self._sampler.apply_extras(logits, draw.tokens, draw.failed, slots, positions)
             self._slots.store_tokens(slots, draw.tokens)
             handle = self._make_handle(step.step_id, _mark_failed(draw.tokens, draw.failed), logprobs)
         if self._graphs is not None:
@@ -165,6 +165,7 @@ class ModelRunner:
             tiny = self._make_kv(1, config.page_size, num_kv_heads)
             reserved_bytes = measure_step_bytes(self._model.forward, self._backend, tiny, config, self.max_seq_len)
             reserved_bytes += num_graph_rows * model.vocab_size * self.dtype.itemsize  # each graph keeps its logits
+            reserved_bytes += extras_bytes(config.max_running_req, model.vocab_size)
         most = config.max_running_req * -(-self.max_seq_len // config.page_size)
         return fit_pages(page_bytes, reserved_bytes, most, config, self.device, group.size)
 
@@ -180,6 +181,15 @@ def choose_device(name: str, rank: int) -> torch.device:
         )
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
+
+
+def share_cpu_threads(num_ranks: int) -> None:
+    """Divide this machine's cores among the ranks, which share it where they run on CPUs.
+
+    One rank keeps torch's own choice: as many threads as the process may use cores, or what OMP_NUM_THREADS says. Ranks
+    that all took every core would wait for each other in each matrix product.
+    """
+    torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
 
 
 def _mark_failed(tokens: Tensor, failed: Tensor) -> Tensor:

@@ -7,9 +7,12 @@ and rows without extras pay nothing. Extras apply in this order, each to the out
     logit_bias -> repetition, frequency and presence penalties -> min_tokens (stop ids masked)
     -> [probabilities at the row's temperature] top_k -> top_p -> min_p -> draw
 
+Where equal logits leave a choice, `top_k` and `top_p` keep the lower ids, as the draw does: top_k=1 is greedy.
+
 Log-probabilities are those of the model's own logits, before all of this.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +22,11 @@ from torch import Tensor
 
 from minisgl.protocol import Sampling
 from minisgl_worker.batch import SlotState, send_to_device
+from minisgl_worker.kernels.dispatch import compute_dtype
 from minisgl_worker.kernels.sampling import Draw, sample
+
+ROWS_AT_ONCE = 32  # rows with extras that are handled together: bounds the memory, which is some vocabularies per row
+EXTRAS_BYTES_PER_LOGIT = 48  # of that memory: fp32 copies, a sort with its ids, masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +37,51 @@ class Logprobs:
     values: Tensor  # [num_items] f32
 
 
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """What limits the choice of each row, on the host: [num_rows] each, one entry per row."""
+
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int64]  # 0 = all
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+
+    def of(self, rows: NDArray[np.int64]) -> "Filters":
+        return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+
 class Sampler:
     """Draws for the slots of one worker; keeps the token counts of those with penalties."""
 
     def __init__(self, slots: SlotState, vocab_size: int, device: torch.device):
         self._slots = slots
-        self._vocab_size = vocab_size
         self._device = device
-        self._has_extras = np.zeros(slots.num_slots + 1, bool)
-        self._counts: dict[int, _TokenCounts] = {}
+        num_slots = slots.num_slots + 1
+        self._is_redrawn = np.zeros(num_slots, bool)
+        self._num_logprobs = np.full(num_slots, -1, np.int64)  # -1 = none asked for
+        ones, zeros = np.ones(num_slots), np.zeros(num_slots)
+        self._filters = Filters(ones.astype(np.float32), np.zeros(num_slots, np.int64), ones.copy(), zeros)
+        self._penalties = _Penalties(num_slots, vocab_size, device)
 
     def admit(self, slot: int) -> None:
         """Take note of a slot's new request; `SlotState` holds it already."""
         sampling = self._slots.sampling[slot]
         assert sampling is not None
-        self._has_extras[slot] = _has_filters(sampling) or sampling.num_logprobs is not None
-        self._counts.pop(slot, None)
-        if _has_penalties(sampling):
-            token_ids = torch.from_numpy(self._slots.token_ids(slot).astype(np.int64)).to(self._device)
-            self._counts[slot] = _TokenCounts(token_ids, int(self._slots.num_prompt_tokens[slot]), self._vocab_size)
+        self._num_logprobs[slot] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
+        is_drawn = sampling.temperature > 0  # what keeps the most likely token keeps a greedy one
+        self._filters.temperature[slot] = sampling.temperature if is_drawn else 1.0
+        self._filters.top_k[slot] = sampling.top_k if is_drawn else 0
+        self._filters.top_p[slot] = sampling.top_p if is_drawn else 1.0
+        self._filters.min_p[slot] = sampling.min_p if is_drawn else 0.0
+        is_filtered = is_drawn and (sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0)
+        is_masked = sampling.min_tokens > 0 and bool(sampling.stop_ids)
+        num_prompt = int(self._slots.num_prompt_tokens[slot])
+        is_penalized = self._penalties.admit(slot, sampling, self._slots.token_ids(slot), num_prompt)
+        self._is_redrawn[slot] = is_filtered or is_masked or is_penalized or bool(sampling.bias_ids)
 
     def has_extras(self, slots: NDArray[np.int64]) -> bool:
         """Whether a row of these slots needs more than the plain rule."""
-        return bool(self._has_extras[slots].any())
+        return bool((self._is_redrawn[slots] | (self._num_logprobs[slots] >= 0)).any())
 
     def draw(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Draw:
         """The next token of each row by the plain rule.
@@ -67,102 +96,179 @@ class Sampler:
         return sample(logits, self._slots.temperature[rows], self._slots.seeds[rows], where)
 
     def apply_extras(
-        self, logits: Tensor, tokens: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]
+        self, logits: Tensor, tokens: Tensor, failed: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> Logprobs:
-        """Draw the rows with extras again, into `tokens` [num_rows] i64; other arguments as `draw`."""
-        ids, values = [], []
-        for row in np.flatnonzero(self._has_extras[slots]).tolist():
-            slot, position = int(slots[row]), int(positions[row])
-            sampling = self._slots.sampling[slot]
-            assert sampling is not None
-            if _has_filters(sampling):
-                changed = self._change_logits(logits[row], sampling, slot, position)
-                where = torch.full((1,), position, dtype=torch.int64, device=self._device)
-                temperature, seeds = self._slots.temperature[slot : slot + 1], self._slots.seeds[slot : slot + 1]
-                tokens[row] = sample(changed[None], temperature, seeds, where).tokens[0]
-                if slot in self._counts:
-                    self._counts[slot].add(tokens[row])
-            if sampling.num_logprobs is not None:
-                row_ids, row_values = _log_probabilities(logits[row], tokens[row], sampling.num_logprobs)
-                ids.append(row_ids)
-                values.append(row_values)
-        if not ids:
-            return Logprobs(tokens.new_empty(0, dtype=torch.int32), tokens.new_empty(0, dtype=torch.float32))
-        return Logprobs(torch.cat(ids).to(torch.int32), torch.cat(values))
+        """Draw the rows with extras again, into `tokens` [num_rows] i64 and `failed` [num_rows] bool.
 
-    def _change_logits(self, logits: Tensor, sampling: Sampling, slot: int, position: int) -> Tensor:
-        """The row's logits [vocab] after everything but temperature, fp32 (fp64 for fp64); -inf where filtered out."""
-        x = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
-        if sampling.bias_ids:
-            x[self._ids(sampling.bias_ids)] += torch.from_numpy(np.frombuffer(sampling.bias_values, "<f4").copy()).to(x)
-        if slot in self._counts:
-            x = self._counts[slot].penalize(x, sampling)
-        if position - self._slots.num_prompt_tokens[slot] < sampling.min_tokens and sampling.stop_ids:
-            x[self._ids(sampling.stop_ids)] = -torch.inf
-        if sampling.temperature > 0:
-            x = filter_logits(x, sampling)
+        A row also fails when nothing is left to choose from. Other arguments as `draw`.
+        """
+        for rows in _split_rows(np.flatnonzero(self._is_redrawn[slots])):
+            index = send_to_device(rows, self._device)
+            x = logits[index].to(compute_dtype(logits.dtype))
+            x = self._change_logits(x, slots[rows], positions[rows])
+            draw = self.draw(x, slots[rows], positions[rows])
+            tokens[index] = draw.tokens
+            failed[index] |= draw.failed
+            self._penalties.count(slots[rows], draw.tokens)
+        wanted = np.flatnonzero(self._num_logprobs[slots] >= 0)
+        parts = [
+            _log_probabilities(logits, tokens, rows, self._num_logprobs[slots[rows]]) for rows in _split_rows(wanted)
+        ]
+        if not parts:
+            return Logprobs(tokens.new_empty(0, dtype=torch.int32), tokens.new_empty(0, dtype=torch.float32))
+        return Logprobs(torch.cat([part.token_ids for part in parts]), torch.cat([part.values for part in parts]))
+
+    def _change_logits(self, x: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
+        """x [num_rows, vocab], which is overwritten, after everything but temperature; -inf where filtered out."""
+        samplings = [self._slots.sampling[slot] for slot in slots.tolist()]
+        bias_ids = [sampling.bias_ids for sampling in samplings]
+        if any(bias_ids):
+            values = np.frombuffer(b"".join(sampling.bias_values for sampling in samplings), "<f4").copy()
+            x.index_put_(self._cells(bias_ids), send_to_device(values, self._device).to(x.dtype), accumulate=True)
+        x = self._penalties.apply(x, slots)
+        num_output = positions - self._slots.num_prompt_tokens[slots]
+        masked = [s.stop_ids if num < s.min_tokens else b"" for s, num in zip(samplings, num_output, strict=True)]
+        if any(masked):
+            x.index_put_(self._cells(masked), x.new_full((), -torch.inf))
+        return filter_logits(x, self._filters.of(slots))
+
+    def _cells(self, packed_ids: list[bytes]) -> tuple[Tensor, Tensor]:
+        """(row, token id) of all ids in a list of packed ids per row."""
+        rows = np.repeat(np.arange(len(packed_ids)), [len(ids) // 4 for ids in packed_ids])
+        ids = np.frombuffer(b"".join(packed_ids), "<i4").astype(np.int64)
+        return send_to_device(rows, self._device), send_to_device(ids, self._device)
+
+
+class _Penalties:
+    """Which tokens each slot's prompt holds, and how often its output holds each. Memory is taken at first need."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device):
+        self._shape, self._device = (num_slots, vocab_size), device
+        self._is_penalized = np.zeros(num_slots, bool)
+        self._values = np.zeros((num_slots, 3), np.float32)  # repetition, frequency, presence
+        self._values[:, 0] = 1.0
+        self._in_prompt: Tensor | None = None  # [num_slots, vocab] bool device
+        self._in_output: Tensor | None = None  # [num_slots, vocab] i32 device
+
+    def admit(self, slot: int, sampling: Sampling, token_ids: NDArray[np.int32], num_prompt_tokens: int) -> bool:
+        """Whether the request has penalties; if so, its prompt and earlier output are counted."""
+        values = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+        self._values[slot] = values
+        self._is_penalized[slot] = values != (1.0, 0.0, 0.0)
+        if not self._is_penalized[slot]:
+            return False
+        if self._in_prompt is None or self._in_output is None:
+            self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+            self._in_output = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        ids = send_to_device(token_ids.astype(np.int64), self._device)
+        self._in_prompt[slot] = False
+        self._in_prompt[slot, ids[:num_prompt_tokens]] = True
+        output = ids[num_prompt_tokens:]
+        self._in_output[slot] = 0
+        self._in_output[slot].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        return True
+
+    def count(self, slots: NDArray[np.int64], tokens: Tensor) -> None:
+        """Add new tokens [num_rows], on the device, to the output of their slots, where these are counted."""
+        counted = np.flatnonzero(self._is_penalized[slots])
+        if len(counted) and self._in_output is not None:
+            where = send_to_device(slots[counted], self._device)
+            self._in_output[where, tokens[send_to_device(counted, self._device)]] += 1
+
+    def apply(self, x: Tensor, slots: NDArray[np.int64]) -> Tensor:
+        """Repetition as Keskar et al. 2019 (CTRL) define it; frequency and presence as OpenAI's API does."""
+        rows = np.flatnonzero(self._is_penalized[slots])
+        if not len(rows) or self._in_prompt is None or self._in_output is None:
+            return x
+        index, where = send_to_device(rows, self._device), send_to_device(slots[rows], self._device)
+        values = send_to_device(self._values[slots[rows]], self._device).to(x.dtype)
+        repetition, frequency, presence = (values[:, i, None] for i in range(3))
+        in_output = self._in_output[where]
+        is_in_output = in_output > 0
+        part = x[index]
+        seen = self._in_prompt[where] | is_in_output
+        part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
+        x[index] = part - frequency * in_output - presence * is_in_output
         return x
 
-    def _ids(self, packed: bytes) -> Tensor:
-        return torch.from_numpy(np.frombuffer(packed, "<i4").astype(np.int64)).to(self._device)
+
+def extras_bytes(max_running_req: int, vocab_size: int) -> int:
+    """Device memory that extras take at most, so that it can be kept free."""
+    return vocab_size * (ROWS_AT_ONCE * EXTRAS_BYTES_PER_LOGIT + (max_running_req + 1) * 5)
 
 
-class _TokenCounts:
-    """Which tokens a request's prompt holds, and how often its output holds each."""
+def filter_logits(x: Tensor, filters: Filters) -> Tensor:
+    """x [num_rows, vocab] fp32 or fp64, overwritten, with -inf for what top_k, top_p and min_p exclude.
 
-    def __init__(self, token_ids: Tensor, num_prompt_tokens: int, vocab_size: int):
-        self._in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=token_ids.device)
-        self._in_prompt[token_ids[:num_prompt_tokens]] = True
-        self._in_output = torch.bincount(token_ids[num_prompt_tokens:], minlength=vocab_size)
-
-    def add(self, token: Tensor) -> None:
-        self._in_output[token] += 1
-
-    def penalize(self, x: Tensor, sampling: Sampling) -> Tensor:
-        """Repetition as Keskar et al. 2019 (CTRL) define it; frequency and presence as OpenAI's API does."""
-        seen = self._in_prompt | (self._in_output > 0)
-        factor = sampling.repetition_penalty
-        x = torch.where(seen, torch.where(x > 0, x / factor, x * factor), x)
-        return x - sampling.frequency_penalty * self._in_output - sampling.presence_penalty * (self._in_output > 0)
-
-
-def filter_logits(x: Tensor, sampling: Sampling) -> Tensor:
-    """Set to -inf what top_k, top_p and min_p exclude, at the row's temperature; the most likely token always stays.
-
-    Tokens that tie with the last one kept stay too.
+    The most likely token always stays.
     """
-    if 0 < sampling.top_k < len(x):
-        x = x.masked_fill(x < x.topk(sampling.top_k).values[-1], -torch.inf)
-    if sampling.top_p < 1.0:
-        probabilities = (x / sampling.temperature).softmax(-1)
-        ordered, _ = probabilities.sort(descending=True)
-        before = ordered.cumsum(-1) - ordered
-        num_kept = max(1, int((before < sampling.top_p).sum()))
-        x = x.masked_fill(probabilities < ordered[num_kept - 1], -torch.inf)
-    if sampling.min_p > 0.0:
-        probabilities = (x / sampling.temperature).softmax(-1)
-        x = x.masked_fill(probabilities < sampling.min_p * probabilities.max(), -torch.inf)
+    vocab = x.shape[1]
+    is_limited, is_nucleus = (filters.top_k > 0) & (filters.top_k < vocab), filters.top_p < 1.0
+    if len(rows := np.flatnonzero(is_limited)):
+        top_k = filters.top_k[rows]
+        index = send_to_device(rows, x.device)
+        part = x[index]
+        x[index] = _keep_first(part, part.topk(int(top_k.max())).values, send_to_device(top_k, x.device)[:, None])
+    # Apart, as rows with a top_k need only so many tokens in order.
+    if len(rows := np.flatnonzero(is_nucleus & is_limited)):
+        index = send_to_device(rows, x.device)
+        x[index] = _keep_nucleus(x[index], filters.of(rows), int(filters.top_k[rows].max()))
+    if len(rows := np.flatnonzero(is_nucleus & ~is_limited)):
+        index = send_to_device(rows, x.device)
+        x[index] = _keep_nucleus(x[index], filters.of(rows), vocab)
+    if (filters.min_p > 0.0).any():
+        with np.errstate(divide="ignore"):
+            distance = np.log(filters.min_p) * filters.temperature  # -inf for rows without min_p
+        lowest = x.amax(1, keepdim=True) + send_to_device(distance, x.device).to(x.dtype)[:, None]
+        x = x.masked_fill(x < lowest, -torch.inf)
     return x
 
 
-def _log_probabilities(logits: Tensor, token: Tensor, num_best: int) -> tuple[Tensor, Tensor]:
-    """(ids, values) [num_best + 1]: the chosen token, then the most likely ones, best first."""
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    logprobs = logits.to(wide).log_softmax(-1)
-    best = logprobs.topk(min(num_best, len(logprobs)))
-    ids = torch.cat([token[None], best.indices])
-    return ids, torch.cat([logprobs[token][None], best.values]).to(torch.float32)
+def _keep_nucleus(x: Tensor, filters: Filters, most: int) -> Tensor:
+    """x [num_rows, vocab] cut to the fewest most likely tokens that reach top_p; no row has more than `most` tokens."""
+    temperature = send_to_device(filters.temperature, x.device).to(x.dtype)[:, None]
+    top_p = send_to_device(filters.top_p, x.device).to(x.dtype)[:, None]
+    scaled = x / temperature
+    total = scaled.logsumexp(1, keepdim=True)
+    if x.device.type == "cpu":
+        # Tokens below (1 - top_p) / vocab hold less than 1 - top_p together, so none of them is in the nucleus; half of
+        # that leaves room for rounding. Sorting the few others is ten times cheaper; a GPU would have to be awaited.
+        lowest = ((1.0 - top_p) / (2 * x.shape[1])).log() + total
+        most = min(most, max(1, int((scaled >= lowest).sum(1).max())))
+    ordered = x.topk(most).values
+    probabilities = (ordered / temperature - total).exp()
+    before = probabilities.cumsum(1) - probabilities
+    return _keep_first(x, ordered, (before < top_p).sum(1, keepdim=True).clamp(min=1))
 
 
-def _has_penalties(sampling: Sampling) -> bool:
-    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
+def _keep_first(x: Tensor, ordered: Tensor, num_kept: Tensor) -> Tensor:
+    """x [num_rows, vocab] cut to each row's num_kept [num_rows, 1] largest values, the lower ids first where they tie.
+
+    Args:
+        ordered: [num_rows, n] the largest values of each row in descending order; n >= num_kept.
+    """
+    cut = ordered.gather(1, num_kept - 1)
+    is_above, is_tied = x > cut, x == cut
+    num_tied = num_kept - is_above.sum(1, keepdim=True)
+    return x.masked_fill(~(is_above | (is_tied & (is_tied.cumsum(1) <= num_tied))), -torch.inf)
 
 
-def _has_filters(sampling: Sampling) -> bool:
-    """Whether anything but temperature can change the row's token."""
-    return bool(
-        _has_penalties(sampling)
-        or sampling.bias_ids
-        or (sampling.min_tokens and sampling.stop_ids)
-        or (sampling.temperature > 0 and (sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0))
-    )
+def _log_probabilities(
+    logits: Tensor, tokens: Tensor, rows: NDArray[np.int64], num_best: NDArray[np.int64]
+) -> Logprobs:
+    """For each of some rows, the chosen token and then its num_best most likely ones, best first."""
+    device = logits.device
+    index = send_to_device(rows, device)
+    logprobs = logits[index].to(compute_dtype(logits.dtype)).log_softmax(1)
+    best = logprobs.topk(int(num_best.max()))
+    chosen = tokens[index][:, None]
+    ids = torch.cat([chosen, best.indices], 1)
+    values = torch.cat([logprobs.gather(1, chosen), best.values], 1)
+    items = np.flatnonzero(np.arange(ids.shape[1]) <= num_best[:, None])
+    where = send_to_device(items, device)
+    return Logprobs(ids.flatten()[where].to(torch.int32), values.flatten()[where].to(torch.float32))
+
+
+def _split_rows(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        yield rows[start : start + ROWS_AT_ONCE]

@@ -1,8 +1,12 @@
 """The worker process: receives Steps, runs them, answers with Results.
 
-The main thread owns the `steps` channel and launches; it never waits for the device. The result thread owns the
-`results` channel: it waits for each step's tokens in order, sends them, and in between shows that the process lives
-(Heartbeat) and that the main loop turns (its counter). Any exception is fail-stop: Failed, then exit.
+Three threads, so that a slow or hung device neither stops the launching nor looks like a dead process:
+
+    main       owns the `steps` channel and launches; it never waits for the device
+    outcomes   waits for the device, step by step
+    results    owns the `results` channel: sends what comes, and a Heartbeat every half second whatever else happens
+
+Any exception is fail-stop: Failed with the step that it belongs to, then the process ends, whatever the others do.
 """
 
 import json
@@ -11,7 +15,9 @@ import os
 import queue
 import signal
 import threading
+import time
 import traceback
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minisgl import __version__
@@ -35,72 +41,53 @@ if TYPE_CHECKING:  # at run time these come after the first message: torch takes
     from minisgl_worker.model_runner import ModelRunner, StepHandle
 
 HEARTBEAT_S = 0.5
+MAX_ERROR_CHARACTERS = 4000
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The last thing that the results thread sends."""
+
+    last_words: Stopped | Failed
+    exit_code: int
+
+
 class Worker:
-    """One rank, from its first message to its exit code."""
+    """One rank, from its first message to its exit code. `run` is for the main thread of a process."""
 
     def __init__(self, steps_address: str, results_address: str):
         self._context = make_context()
         self._steps = PairChannel(self._context, steps_address, bind=False)
-        self._outbox: queue.SimpleQueue[Message | StepHandle | None] = queue.SimpleQueue()
-        self._num_handled = 0
+        self._results_address = results_address
         self._rank = 0
-        self._step_id: int | None = None
-        self._sender = threading.Thread(target=self._send_results, args=(results_address,), name="results", daemon=True)
+        self._step_id: int | None = None  # of the step that the main thread is at
+        self._num_handled = 0  # written by the outcomes thread alone
+        # Handles of launched steps; None = a message that was done with when it was put there; Stop = no more.
+        self._launched: queue.SimpleQueue[StepHandle | Stop | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Message | _End] = queue.SimpleQueue()
 
     def run(self) -> int:
-        """Serve until Stop; returns the process's exit code."""
+        """Serve until Stop; returns 0. A failure ends the process with its exit code instead."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when a worker ends
-        self._sender.start()
+        threading.Thread(target=self._take_outcomes, name="outcomes", daemon=True).start()
+        results = threading.Thread(target=self._send_results, name="results", daemon=True)
+        results.start()
         try:
             self._serve()
-            code, last = 0, Stopped(self._rank)
         except Exception as error:  # the process edge: any fault becomes a message and an exit
-            logger.error("rank %d failed in step %s:\n%s", self._rank, self._step_id, traceback.format_exc())
-            code = EXIT_START if isinstance(error, (ModelLoadError, ProtocolMismatch)) else EXIT_CHILD_DIED
-            last = Failed(self._step_id, self._rank, type(error).__name__, str(error)[:4000])
-        self._outbox.put(last)
-        self._outbox.put(None)
-        self._sender.join()
+            self._fail(error, self._step_id)
+        results.join()
         self._steps.close()
         self._context.destroy()
-        return code
+        return 0
 
     def _serve(self) -> None:
         configure = self._steps.receive(None)
         if not isinstance(configure, Configure):
             raise ProtocolMismatch(f"expected Configure first, got {type(configure).__name__}")
         runner = self._load(configure)
-        self._num_handled += 1
-        while True:
-            message = self._steps.receive(None)
-            match message:
-                case Step():
-                    self._step_id = message.step_id
-                    self._outbox.put(runner.execute(message))
-                case Control():
-                    pass  # a probe: being counted is the answer
-                case Stop():
-                    return
-                case _:
-                    raise ProtocolMismatch(f"{type(message).__name__} is not for a worker")
-            self._num_handled += 1
-
-    def _load(self, configure: Configure) -> "ModelRunner":
-        self._rank = configure.rank
-        if (configure.protocol_version, configure.package_version) != (PROTOCOL_VERSION, __version__):
-            raise ProtocolMismatch(
-                f"the engine is version {configure.package_version} (protocol {configure.protocol_version}), "
-                f"this worker is {__version__} (protocol {PROTOCOL_VERSION})"
-            )
-        config = EngineConfig.from_wire(json.loads(configure.config_json))
-        # Deferred: torch takes seconds to import, and by now the engine sees heartbeats.
-        from minisgl_worker.model_runner import ModelRunner
-
-        runner = ModelRunner(config, configure.rank, configure.rendezvous)
         self._outbox.put(
             Ready(
                 rank=configure.rank,
@@ -112,25 +99,79 @@ class Worker:
                 summary=runner.summary(),
             )
         )
-        return runner
+        self._launched.put(None)
+        while True:
+            message = self._steps.receive(None)
+            match message:
+                case Step():
+                    self._step_id = message.step_id
+                    self._launched.put(runner.execute(message))
+                    self._step_id = None
+                case Control():
+                    self._launched.put(None)  # a probe: being counted is the answer
+                case Stop():
+                    self._launched.put(message)
+                    return
+                case _:
+                    raise ProtocolMismatch(f"{type(message).__name__} is not for a worker")
 
-    def _send_results(self, address: str) -> None:
-        """The result thread: everything in `_outbox` in order, and heartbeats while there is nothing."""
-        channel = PairChannel(self._context, address, bind=False)
+    def _load(self, configure: Configure) -> "ModelRunner":
+        self._rank = configure.rank
+        if (configure.protocol_version, configure.package_version) != (PROTOCOL_VERSION, __version__):
+            raise ProtocolMismatch(
+                f"the engine is version {configure.package_version} (protocol {configure.protocol_version}), "
+                f"this worker is {__version__} (protocol {PROTOCOL_VERSION})"
+            )
+        config = EngineConfig.from_wire(json.loads(configure.config_json))
+        # Deferred: torch takes seconds to import, and by now the engine sees heartbeats.
+        from minisgl_worker.model_runner import ModelRunner, share_cpu_threads
+
+        share_cpu_threads(config.tp_size)
+        return ModelRunner(config, configure.rank, configure.rendezvous)
+
+    def _take_outcomes(self) -> None:
+        """The outcomes thread: what was launched, in order. Rank 0 speaks for all, the others just take part."""
+        handle = None
         try:
+            while not isinstance(handle := self._launched.get(), Stop):
+                if handle is not None:
+                    result = handle.result()
+                    if self._rank == 0:
+                        self._outbox.put(result)
+                self._num_handled += 1
+            self._outbox.put(_End(Stopped(self._rank), 0))
+        except Exception as error:  # the process edge; a fault of the device comes to light here
+            self._fail(error, handle.step_id)
+
+    def _send_results(self) -> None:
+        """The results thread: everything in the outbox, in order, between punctual heartbeats."""
+        try:
+            context = make_context()  # its own, since destroying it is what waits for the last message to leave
+            channel = PairChannel(context, self._results_address, bind=False)
+            next_beat = time.monotonic()
             while True:
                 try:
-                    item = self._outbox.get(timeout=HEARTBEAT_S)
+                    item = self._outbox.get(timeout=max(0.0, next_beat - time.monotonic()))
                 except queue.Empty:
+                    item = None
+                if isinstance(item, _End):
+                    break
+                if item is not None:
+                    channel.send(item)
+                if time.monotonic() >= next_beat:
                     channel.send(Heartbeat(self._num_handled))
-                    continue
-                if item is None:
-                    return
-                channel.send(item.result() if hasattr(item, "result") else item)
-        except Exception as error:  # the process edge: a step whose result cannot be had or sent ends the worker
-            logger.error("rank %d lost the results of a step:\n%s", self._rank, traceback.format_exc())
-            channel.send(Failed(self._step_id, self._rank, type(error).__name__, str(error)[:4000]))
-            channel.close()
-            os._exit(EXIT_CHILD_DIED)  # the main thread may be inside a long launch
-        finally:
-            channel.close()
+                    next_beat = time.monotonic() + HEARTBEAT_S
+            channel.send(item.last_words)
+            context.destroy()
+        except Exception:  # the process edge: nobody would hear from this worker again
+            logger.error("rank %d cannot send its results:\n%s", self._rank, traceback.format_exc())
+            os._exit(EXIT_CHILD_DIED)
+        if item.exit_code:
+            os._exit(item.exit_code)  # the main thread may be inside a launch that never returns
+
+    def _fail(self, error: Exception, step_id: int | None) -> None:
+        """Have Failed sent and the process ended. To be called while the exception is handled."""
+        logger.error("rank %d failed in step %s:\n%s", self._rank, step_id, traceback.format_exc())
+        code = EXIT_START if isinstance(error, (ModelLoadError, ProtocolMismatch)) else EXIT_CHILD_DIED
+        failed = Failed(step_id, self._rank, type(error).__name__, str(error)[:MAX_ERROR_CHARACTERS])
+        self._outbox.put(_End(failed, code))

@@ -4,6 +4,7 @@ The same draw comes out alone, in any batch, on the CPU and on the GPU: integer 
 two logarithms differ between devices by a few units in the last place. The mixing steps are Wellons' `lowbias32`.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,9 +56,40 @@ def gumbel(k0: Tensor, k1: Tensor, token_ids: Tensor) -> Tensor:
     x ^= k1
     x *= MIX_B
     x ^= _shift_right(x, 16)
-    uniform = (x.to(torch.int64) & 0xFFFFFFFF).to(torch.float32)
-    uniform.add_(0.5).mul_(2.0**-32).clamp_(max=MAX_UNIFORM)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    return _gumbel_of_bits((x.to(torch.int64) & 0xFFFFFFFF).to(torch.float32))
+
+
+class HostNoise:
+    """`gumbel` for whole rows on the CPU. numpy has u32 arithmetic, and its buffers here serve row after row."""
+
+    def __init__(self, num_tokens: int, first_token_id: int = 0):
+        token_ids = np.arange(first_token_id, first_token_id + num_tokens, dtype=np.uint32)
+        self._steps = token_ids * _unsigned(TOKEN_STEP)
+        self._bits, self._shifted = np.empty_like(self._steps), np.empty_like(self._steps)
+        self._noise = torch.empty(num_tokens, dtype=torch.float32)
+
+    def draw(self, k0: int, k1: int) -> Tensor:
+        """The noise of each token [num_tokens] fp32 under one row's keys; valid until the next call."""
+        x, shifted = self._bits, self._shifted
+        np.add(self._steps, _unsigned(k0), out=x)
+        x ^= np.right_shift(x, 16, out=shifted)
+        x *= _unsigned(MIX_A)
+        x ^= np.right_shift(x, 15, out=shifted)
+        x ^= _unsigned(k1)
+        x *= _unsigned(MIX_B)
+        x ^= np.right_shift(x, 16, out=shifted)
+        np.copyto(self._noise.numpy(), x, casting="same_kind")
+        return _gumbel_of_bits(self._noise)
+
+
+def _gumbel_of_bits(bits: Tensor) -> Tensor:
+    """Turns a hash's 32 bits, as fp32, in place into a uniform number (small ones keep their resolution) and noise."""
+    bits.add_(0.5).mul_(2.0**-32).clamp_(max=MAX_UNIFORM)
+    return bits.neg_().log1p_().neg_().log_().neg_()
+
+
+def _unsigned(value: int) -> np.uint32:
+    return np.uint32(value & 0xFFFFFFFF)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,16 +1,14 @@
-"""The worker process over real channels, and the replay of what it was sent."""
+"""The worker process over real channels."""
 
-import hashlib
 import json
 import os
-import struct
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from minisgl import __version__
@@ -28,12 +26,12 @@ from minisgl.protocol import (
     Step,
     Stop,
     Stopped,
-    encode,
 )  # fmt: skip
 from minisgl.transport import ChannelBlocked, PairChannel, make_context
-from tests.worker.checkpoints import make_admit, make_step, read_tokens, write_checkpoint
+from tests.worker.checkpoints import make_admit, make_step, write_checkpoint
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+SCRIPTED_WORKER = Path(__file__).with_name("scripted_worker.py")
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Harness:
-    """The engine's side of one worker."""
+    """The engine's side of one worker. `program`: what to run instead of the real one."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, program: tuple[str, ...] = ("-m", "minisgl_worker")):
         self.context = make_context()
         addresses = [f"ipc://{folder}/{name}" for name in ("steps", "results")]
         self.steps, self.results = (PairChannel(self.context, address, bind=True) for address in addresses)
         death_read, self.death_write = os.pipe()
-        command = [sys.executable, "-m", "minisgl_worker", "--steps", addresses[0], "--results", addresses[1],
+        command = [sys.executable, *program, "--steps", addresses[0], "--results", addresses[1],
                    "--death-fd", str(death_read)]  # fmt: skip
         self.process = subprocess.Popen(
             command, pass_fds=[death_read], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
@@ -87,10 +85,10 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
     made.close()
 
 
-def configure(folder: Path, version: str = __version__, **options: object) -> Configure:
+def configure(folder: Path, version: str = __version__, rank: int = 0, **options: object) -> Configure:
     values = {"device": "cpu", "dtype": "float32", "num_pages": 16, "page_size": 4, "max_running_req": 2, **options}
     config = EngineConfig.from_options(folder, values)
-    return Configure(PROTOCOL_VERSION, version, 0, json.dumps(config.to_wire()), "")
+    return Configure(PROTOCOL_VERSION, version, rank, json.dumps(config.to_wire()), "")
 
 
 def make_steps() -> list[Step]:
@@ -106,6 +104,7 @@ def test_worker_answers_steps_in_order_and_stops_with_exit_code_0(harness: Harne
     harness.send(configure(folder))
     ready = harness.receive(Ready)
     assert (ready.num_pages, ready.vocab_size, ready.max_seq_len) == (16, 96, 256)
+    harness.process.send_signal(signal.SIGINT)  # as a terminal does to all that run in it: the engine decides
     for step in make_steps():
         harness.send(step)
     results = [harness.receive(Result) for _ in make_steps()]
@@ -148,6 +147,17 @@ def test_exception_in_a_step_is_failed_with_its_number_and_ends_the_worker(harne
     assert harness.process.wait(10) == 5
 
 
+def test_failure_between_steps_names_none(harness: Harness, folder: Path) -> None:
+    harness.send(configure(folder))
+    harness.receive(Ready)
+    harness.send(make_steps()[0])
+    harness.receive(Result)
+    harness.send(configure(folder))
+    failed = harness.receive(Failed)
+    assert failed.step_id is None and failed.kind == "ProtocolMismatch" and "Configure is not for" in failed.text
+    assert harness.process.wait(10) == 3
+
+
 def test_worker_ends_when_its_engine_is_gone(harness: Harness, folder: Path) -> None:
     harness.send(configure(folder))
     harness.receive(Ready)
@@ -155,24 +165,93 @@ def test_worker_ends_when_its_engine_is_gone(harness: Harness, folder: Path) -> 
     assert harness.process.wait(2) == 1
 
 
-def test_replay_gives_the_tokens_of_the_live_run(harness: Harness, folder: Path, tmp_path: Path) -> None:
-    messages = [configure(folder), *make_steps()]
-    recording = tmp_path / "recording"
-    recording.write_bytes(b"".join(struct.pack("<I", len(encode(m))) + encode(m) for m in messages))
-    for message in messages:
-        harness.send(message)
-    harness.receive(Ready)
-    live = [token for _ in make_steps() for token in read_tokens(harness.receive(Result).tokens)]
-    command = [sys.executable, "-m", "minisgl_worker", "--replay", str(recording), "--repeat", "2"]
-    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-    report = json.loads(run.stdout.splitlines()[-1])
-    assert report["num_tokens"] == len(live) == 6 and report["is_repeatable"]
-    assert report["digest"] == hashlib.sha256(np.array(live, "<u4").tobytes()).hexdigest()[:16]
+@pytest.fixture
+def scripted(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
+    """scripted(script, rank=0) -> a configured worker whose model and device follow the script."""
+    made: list[Harness] = []
+
+    def start(script: str = "", rank: int = 0) -> Harness:
+        made.append(Harness(tmp_path, (str(SCRIPTED_WORKER), "--script", script)))
+        made[-1].send(configure(tmp_path, rank=rank))
+        made[-1].receive(Ready)
+        return made[-1]
+
+    yield start
+    for harness in made:
+        harness.close()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x05\0\0\0ab", b"\x01\0\0\0\xc0", struct.pack("<I", 2) + encode(Stop())])
-def test_replay_of_something_else_is_one_clear_line(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "file").write_bytes(content)
-    command = [sys.executable, "-m", "minisgl_worker", "--replay", str(tmp_path / "file")]
-    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 3 and len(run.stderr.strip().splitlines()) == 1 and "minisgl_worker:" in run.stderr
+def receive_all(harness: Harness, seconds: float) -> list[Message]:
+    end, messages = time.monotonic() + seconds, []
+    while (left := end - time.monotonic()) > 0:
+        if (message := harness.results.receive(left)) is not None:
+            messages.append(message)
+    return messages
+
+
+def test_heartbeats_are_punctual_while_results_flow(scripted: Callable[..., Harness]) -> None:
+    """The engine reads the progress from them alone: a busy worker without heartbeats would count as stuck."""
+    harness = scripted()
+    started, step_id, beats = time.monotonic(), 0, []
+    while time.monotonic() - started < 2.2:
+        harness.send(make_step(step_id))
+        while not isinstance(message := harness.results.receive(5), Result):
+            beats.append(message)
+        step_id += 1
+        time.sleep(0.01)
+    assert all(isinstance(beat, Heartbeat) for beat in beats) and 3 <= len(beats) <= 5
+    handled = [beat.num_handled for beat in beats]
+    assert handled == sorted(handled) and handled[-1] > handled[-2] > 10
+
+
+def test_slow_device_is_alive_but_makes_no_progress(scripted: Callable[..., Harness]) -> None:
+    harness = scripted("hang:1")
+    harness.send(make_step(0))
+    harness.receive(Result)
+    harness.send(make_step(1))
+    harness.send(Control(ControlAction.PROBE))
+    beats = receive_all(harness, 1.7)
+    assert len(beats) >= 3 and {beat.num_handled for beat in beats[1:]} == {2}  # the Configure and step 0
+
+
+def test_ranks_but_the_first_count_and_say_nothing(scripted: Callable[..., Harness]) -> None:
+    harness = scripted(rank=1)
+    for step_id in range(3):
+        harness.send(make_step(step_id))
+    while harness.receive(Heartbeat).num_handled < 4:
+        pass
+    harness.send(Stop())
+    assert harness.receive(Stopped).rank == 1
+    assert harness.process.wait(5) == 0
+
+
+def test_stop_comes_after_every_result(scripted: Callable[..., Harness]) -> None:
+    harness = scripted("slow:0")
+    for step_id in range(4):
+        harness.send(make_step(step_id))
+    harness.send(Stop())
+    assert [harness.receive(Result).step_id for _ in range(4)] == [0, 1, 2, 3]
+    harness.receive(Stopped)
+    assert harness.process.wait(5) == 0
+
+
+def test_fault_of_the_device_names_the_step_that_it_belongs_to(scripted: Callable[..., Harness]) -> None:
+    """It shows while later steps are launched already."""
+    harness = scripted("fault:1")
+    for step_id in range(4):
+        harness.send(make_step(step_id))
+    assert harness.receive(Result).step_id == 0
+    failed = harness.receive(Failed)
+    assert (failed.step_id, failed.kind, failed.text) == (1, "RuntimeError", "a scripted fault of the device")
+    assert harness.process.wait(5) == 5
+
+
+def test_failure_is_told_and_ends_the_process_though_the_device_hangs(scripted: Callable[..., Harness]) -> None:
+    harness = scripted("hang:0,raise:1")
+    started = time.monotonic()
+    harness.send(make_step(0))
+    harness.send(make_step(1))
+    failed = harness.receive(Failed)
+    assert (failed.step_id, failed.kind) == (1, "MemoryError")
+    assert harness.process.wait(5) == 5
+    assert time.monotonic() - started < 4
