@@ -7,9 +7,9 @@ import sys
 
 from minisgl.lifeline import watch_parent
 
-# How long (in loop turns, about a microsecond in all) an idle thread of torch's pool spins before it sleeps. Spinning for
-# as long as the OpenMP runtime does by default takes the core away from whoever the thread waits for: on two cores, one
-# of them busy, decoding ran 7 to 15 times slower.
+# How long (in loop turns, about a microsecond in all) an idle thread of torch's pool spins before it sleeps. Spinning
+# for as long as the OpenMP runtime does by default takes the core away from whoever the thread waits for: on two cores,
+# one of them busy, decoding ran 7 to 15 times slower.
 OMP_SPIN_TURNS = "1000"
 
 
