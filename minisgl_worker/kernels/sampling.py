@@ -84,4 +84,5 @@ def sample_on_cpu(
             noisy.copy_(logits[row]).div_(temperature[row]).add_(noise.draw(k0[row], k1[row]))
             tokens[row] = best = int(noisy.numpy().argmax())
             scores[row] = noisy[best]
+    scores.masked_fill_(failed & (scores != -torch.inf), torch.nan)
     return Draw(tokens + first_token_id, scores, failed)
