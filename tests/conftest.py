@@ -14,6 +14,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
+def pytest_configure() -> None:
+    """A shell in the background hands SIGINT on as ignored, and tests of interrupts would wait for ever."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     marker = item.get_closest_marker("time_limit")
