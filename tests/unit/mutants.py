@@ -1,6 +1,9 @@
 """Faults that the simulation must find: each replaces one fragment of the scheduler's source as it is imported.
 
+    python -m tests.unit.mutants NAME 0:200        the simulation with one of them
+
 The fragment must occur exactly once, so that a mutant that no longer fits the source is an error, not a silent pass.
+No file is changed: a mutant lives in a process of its own, which it is installed in before the scheduler is imported.
 """
 
 import importlib.abc
@@ -9,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from types import ModuleType
+from types import CodeType, ModuleType
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +106,105 @@ MUTANTS = (
         "decode_slots = None if batch is self._sent_batch or len(batch) == 1 else batch.wire_slots",
     ),
     Mutant(
+        "decode_set_not_refreshed",
+        "batch",
+        "        self._table.is_decoding[request.slot] = False\n        self._is_stale = True\n",
+        "        self._table.is_decoding[request.slot] = False\n",
+    ),
+    Mutant(
+        "page_grant_dropped",
+        "batch",
+        "        return grants.tobytes()\n",
+        "        return grants[len(grants) > 1 :].tobytes()\n",
+    ),
+    Mutant(
+        "logprob_columns_shifted",
+        "step_results",
+        "            start += count\n",
+        "            start += count if row not in record.dropped_rows else 0\n",
+    ),
+    Mutant(
         "shared_below_a_page_of_another",
         "radix_cache",
         "        if partial is not None or not np.array_equal(held, page_ids[: len(held)]):\n",
         "        if partial is not None:\n",
         budget=1500,
     ),
+    Mutant(
+        "part_of_a_run_not_split_off",
+        "radix_cache",
+        "            return self._split(match.partial, match.num_partial_pages)\n",
+        "            return match.partial\n",
+    ),
     Mutant("oldest_preempted", "scheduler", "max(running, key=get_age)", "min(running, key=get_age)"),
+    Mutant(
+        "one_more_preempted_than_needed",
+        "scheduler",
+        "            if num_missing <= num_coming:\n",
+        "            if num_missing < num_coming:\n",
+    ),
+    Mutant(
+        "newest_granted_first",
+        "scheduler",
+        "self._table.admission_order[batch.slots[rows]].argsort()",
+        "(-self._table.admission_order[batch.slots[rows]]).argsort()",
+    ),
+    Mutant(
+        "preempted_request_loses_its_output",
+        "scheduler",
+        "        request.token_ids = token_ids\n",
+        "",
+    ),
+    Mutant(
+        "overtaking_without_bound",
+        "admission",
+        " or any(r.num_overtaken >= self._max_overtakes for r in skipped)",
+        "",
+        budget=1500,
+    ),
     Mutant(
         "prompt_shared_before_it_is_written",
         "scheduler",
         "            for request in last_chunks:\n                self._decode_set.join(request)\n",
         "            for request in last_chunks:\n                self._decode_set.join(request)\n"
         "                self._memory.share_prompt(request)\n",
+    ),
+    Mutant(
+        "prompt_in_progress_until_its_end",
+        "kv_memory",
+        "        self._in_progress.discard(request)\n        self.cache.insert_held",
+        "        self.cache.insert_held",
+        budget=1500,
+    ),
+    Mutant(
+        "prompt_in_progress_for_ever",
+        "kv_memory",
+        "        self._in_progress.discard(request)\n        request.node = None\n",
+        "        request.node = None\n",
+    ),
+    Mutant(
+        "runs_ahead_of_a_large_prefill",
+        "scheduler",
+        "(1 if self._num_large_in_flight else self.config.max_steps_in_flight)",
+        "self.config.max_steps_in_flight",
+    ),
+    Mutant(
+        "token_of_a_failed_row_kept",
+        "step_results",
+        "token_ids[:-1] if reason is FinishReason.ERROR else token_ids",
+        "token_ids",
+    ),
+    Mutant(
+        "stop_ids_forgotten_with_another_request",
+        "step_results",
+        "                    self._mark(others)\n",
+        "                    pass\n",
+    ),
+    Mutant(
+        "min_tokens_ignored",
+        "step_results",
+        "token in request.stop_ids and request.num_output_tokens > request.sampling.min_tokens",
+        "token in request.stop_ids",
     ),
 )
 
@@ -145,7 +234,7 @@ class _MutatingLoader(SourceFileLoader):
         super().__init__(f"minisgl.scheduler.{mutant.module}", path)
         self._mutant = mutant
 
-    def get_code(self, fullname: str):
+    def get_code(self, fullname: str) -> CodeType:
         source = self.get_data(self.path).decode()
         return compile(mutate(self._mutant, source), self.path, "exec")
 
@@ -162,3 +251,15 @@ def install(name: str) -> None:
     assert not any(module.startswith("minisgl.scheduler.") for module in sys.modules), "the scheduler is loaded already"
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
     sys.meta_path.insert(0, _MutatingFinder(mutant))
+
+
+def main() -> int:
+    install(sys.argv[1])
+    from tests.unit import simulator  # only now: it imports the scheduler
+
+    sys.argv = ["simulator", "--seeds", sys.argv[2]]
+    return simulator.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,14 +1,14 @@
 """A simulation of the scheduler in which one seed draws everything; what tests miss, it meets.
 
-    python -m tests.unit.simulator --seed 17            replay one seed, verbosely
+    python -m tests.unit.simulator --seed 17            replay one seed, with its events
     python -m tests.unit.simulator --seeds 0:5000       run many; the last line is JSON with what occurred
-    python -m tests.unit.run_mutant cached_length_plus_one 0:200
 
 The worker (`paged_worker.py`) stores in each KV slot a hash of the history that it read *through the page table*, and
 its tokens are hashes of all that it reads: another request's page, a stale one or one written too late changes them.
 The reference computes the same tokens from the token list alone. Steps are executed when they complete, not when they
 are issued, and events come in between. Phase one draws arrivals, aborts and disconnects; phase two only lets everything
-end, within a bound. After every event all invariants are checked.
+end, within a bound. Issued steps are followed (`simulator_ledger.py`), and after every event all invariants are checked
+against them (`simulator_checks.py`).
 
 Exit codes: 0 all well, 1 an answer or an invariant is wrong, 2 no progress, 3 the scheduler raised something else.
 """
@@ -19,86 +19,32 @@ import random
 import sys
 import traceback
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from zlib import crc32
 
 import numpy as np
 
 from minisgl.core import FinishReason
 from minisgl.errors import InvalidRequest, Overloaded
-from minisgl.protocol import Sampling, Step, decode, encode
-from minisgl.scheduler.request import Request, RequestState, StepOutputs
-from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
-from tests.unit.paged_worker import PagedWorker, Wrong, reference_answer
+from minisgl.protocol import Step, decode, encode
+from minisgl.scheduler.request import RequestState, StepOutputs
+from minisgl.scheduler.scheduler import Scheduler
+from tests.unit.paged_worker import PagedWorker, Wrong
+from tests.unit.simulator_checks import Auditor, Before
+from tests.unit.simulator_ledger import Holding, Issued, Ledger, expect
+from tests.unit.simulator_outputs import split_entries, update_digest
+from tests.unit.simulator_setup import NUM_CLIENTS, Asked, Setup, draw_request
 
-KINDS = (
-    "preemption",
-    "eviction",
-    "hit",
-    "chunked_prefill",
-    "abort_in_flight",
-    "slot_turnover",
-    "shared_pending_prefix",
-)
-NUM_CLIENTS = 3
+# The least share of the seeds in which each kind of event occurs.
+KINDS = dict.fromkeys(
+    ("preemption", "eviction", "hit", "chunked_prefill", "abort_in_flight", "slot_turnover", "shared_pending_prefix",
+     "held_row", "overtaken", "stop", "failed_row", "surplus_row", "disconnect", "overloaded", "refused", "reused_id"),
+    0.02,
+) | dict.fromkeys(("large_prefill", "end_while_preempted", "abort_while_preempted"), 0.005)  # fmt: skip
 
 
 class NoProgress(Exception):
     """Work is left and nothing happens, or not within the bound."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What one seed draws before the first event."""
-
-    config: SchedulerConfig
-    fail_one_in: int  # rows with a non-finite logit; 0 = none
-    abort_rate: float
-    disconnect_rate: float
-    num_requests: int
-    share_rate: float  # of prompts that begin like others
-    is_tight: bool  # many requests that outgrow the pool together
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> "Setup":
-        is_tight = rng.random() < 0.45
-        page_size = rng.choice([1, 2, 4]) if is_tight else rng.choice([1, 2, 3, 4, 8, 16, 64])
-        num_pages = rng.randint(6, 24) if is_tight else rng.randint(4, 40)
-        pool_tokens = num_pages * page_size
-        config = SchedulerConfig(
-            num_pages=num_pages,
-            page_size=page_size,
-            max_running_req=rng.randint(2, 6) if is_tight else rng.randint(1, 6),
-            max_extend_tokens=rng.choice([1, 3, 5, 8, 16, 33, 4096]),
-            context_limit_tokens=min(rng.choice([pool_tokens, pool_tokens // 2 + 2]), 90),
-            vocab_size=rng.choice([2, 3]),
-            max_steps_in_flight=rng.randint(1, 4),
-            cache_type="naive" if rng.random() < 0.15 else "radix",
-            schedule_policy=rng.choice(["fcfs", "fcfs", "lof"]),
-            max_queued_req=rng.choice([3, 100, 100]),
-        )
-        calm = is_tight or rng.random() < 0.3
-        return cls(
-            config=config,
-            fail_one_in=0 if calm else rng.choice([0, 40]),
-            abort_rate=rng.choice([0.0, 0.04]) if calm else rng.choice([0.0, 0.1, 0.3]),
-            disconnect_rate=0.0 if calm else rng.choice([0.0, 0.02]),
-            num_requests=rng.randint(2, 14),
-            share_rate=rng.choice([0.0, 0.5, 0.9]),
-            is_tight=is_tight,
-        )
-
-
-@dataclass(slots=True)
-class Asked:
-    """A request that the scheduler accepted, and what it has answered so far."""
-
-    request: Request
-    prompt: list[int]
-    max_tokens: int
-    stop_ids: tuple[int, ...]
-    num_items: int  # log-probability items for each token
-    tokens: list[int]
-    num_overtaken: int = 0
 
 
 class Simulation:
@@ -109,307 +55,323 @@ class Simulation:
         self.setup = Setup.draw(self.rng)
         self.config = self.setup.config
         self.scheduler = Scheduler(self.config)
-        self.worker = PagedWorker(self.config, self.setup.fail_one_in)
-        self.log = log if log is not None else []
+        self.worker = PagedWorker(self.setup.model, self.config.num_pages, self.config.page_size)
+        self.ledger = Ledger(self.setup)
+        self.auditor = Auditor(self.setup, self.scheduler, self.worker, self.ledger)
+        self.log = log  # what happened, in words; None: not kept
+        self.digest = 0  # of all steps, results and outputs
         self.live: dict[tuple[int, int], Asked] = {}
-        self.all: list[Asked] = []
-        self.in_flight: list[tuple[Step, dict[int, Request]]] = []  # with the request of each slot at issue
+        self.accepted: list[Asked] = []
+        self.by_seed: dict[int, Asked] = {}
+        self.ended_keys: list[tuple[int, int]] = []
+        self.in_flight: list[Issued] = []
         self.seen: Counter[str] = Counter()
-        self.num_steps = 0
-        self.last_slots: dict[int, Request] = {}
-        limit = self.config.context_limit_tokens
-        self.common = [self.rng.randrange(self.config.vocab_size) for _ in range(limit)]
-
-    # ------------------------------------------------------------------------------------------------------ events
+        self.reasons: Counter[FinishReason] = Counter()
+        self.num_steps = self.num_events = self.num_arrived = self.num_admitted = 0
+        self.has_changed = False  # since the last check
+        self.last_slots: set[int] = set()  # held when the step before was issued
+        self.common = [self.rng.randrange(self.config.vocab_size) for _ in range(self.setup.limit)]
 
     def run(self) -> Counter[str]:
         """Both phases. Returns what occurred."""
-        left = self.setup.num_requests
-        while left:
-            roll = self.rng.random()
-            if roll < 0.3:
-                for _ in range(min(left, self.rng.choice([1, 1, 2, 4]))):
+        setup, rng = self.setup, self.rng
+        left, more = setup.num_requests, rng.randint(0, 30)  # events after the last arrival
+        while left or more:
+            roll = rng.random()
+            more -= not left
+            if left and roll < setup.arrival_rate:
+                for _ in range(min(left, rng.choice([1, 1, 2, 4]))):
                     self.arrive()
                     left -= 1
-            elif roll < 0.3 + self.setup.abort_rate:
+            elif (roll := rng.random()) < setup.abort_rate:
                 self.abort()
-            elif roll < 0.3 + self.setup.abort_rate + self.setup.disconnect_rate:
+            elif roll < setup.abort_rate + setup.disconnect_rate:
                 self.disconnect()
-            elif roll < 0.72:
+            elif rng.random() < setup.issue_rate:
                 self.issue()
             else:
                 self.finish_one()
-            self.check_invariants()
-        while self.scheduler.has_work:
-            was_issued = self.issue() if self.rng.random() < 0.6 or not self.in_flight else False
-            if not was_issued and not self.in_flight:
-                raise NoProgress(f"{len(self.live)} requests are live, nothing is in flight, and no step is issued")
-            if self.rng.random() < 0.05 * bool(self.setup.abort_rate):
-                self.abort()
-            if self.rng.random() < 0.6:
-                self.finish_one()
-            self.check_invariants()
-            if self.num_steps > 5000:
-                raise NoProgress("5000 steps were not enough")
+            self.check()
+            while setup.is_eager and self.issue():
+                self.check()
+        self.let_end()
         self.check_end()
         return self.seen
 
+    def let_end(self) -> None:
+        """Without faults, all that is left ends, within a bound on steps."""
+        setup = self.setup
+        bound = self.num_steps + sum(
+            a.count_steps(a.room, self.config) * (1 + (self.num_admitted + i if a.order is None else a.order))
+            for i, a in enumerate(self.live.values())
+        )
+        while self.scheduler.has_work:
+            if not self.in_flight or self.rng.random() < setup.issue_rate:
+                self.issue()
+            if self.rng.random() < 0.6:
+                self.finish_one()
+            self.check()
+            if self.num_steps > bound:
+                raise NoProgress(f"{self.num_steps} steps, at most {bound} are needed")
+
     def arrive(self) -> None:
-        rng, config = self.rng, self.config
-        page, chunk, limit = config.page_size, config.max_extend_tokens, config.context_limit_tokens
-        longest = max(2, limit // 2 if self.setup.is_tight else limit)
-        edges = [1, page - 1, page, page + 1, 2 * page, 2 * page + 1, chunk, chunk + 1, 2 * chunk]
-        length = max(
-            1, min(rng.choice([*edges, *[rng.randint(1, longest)] * 9]), longest if rng.random() < 0.97 else limit)
-        )
-        prompt = [rng.randrange(config.vocab_size) for _ in range(length)]
-        if rng.random() < self.setup.share_rate:
-            shared = length if rng.random() < 0.3 else rng.randint(0, length)
-            prompt[:shared] = self.common[:shared]
-        max_tokens = (
-            rng.randint(1, limit) if self.setup.is_tight else rng.choice([1, 2, page, page + 1, rng.randint(1, 40)])
-        )
-        stop_ids = () if self.setup.is_tight or rng.random() < 0.6 else (rng.randrange(config.vocab_size),)
-        num_logprobs = rng.choice([None, None, None, 0, 2])
-        packed = np.array(stop_ids, "<i4").tobytes()
-        sampling = Sampling(0.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0, 0, packed, b"", b"", num_logprobs)
-        key = (rng.randrange(NUM_CLIENTS), len(self.all) + 1)
-        request = Request(*key, np.array(prompt, np.int32), max_tokens, sampling, key[1], rng.random() < 0.5)
-        asked = Asked(request, prompt, max_tokens, stop_ids, 0 if num_logprobs is None else num_logprobs + 1, [])
-        self.note(f"arrive {key} prompt={prompt} max_tokens={max_tokens} stop={stop_ids}")
+        self.has_changed = True
+        number = self.num_arrived
+        self.num_arrived += 1
+        free_keys = [key for key in self.ended_keys[-3:] if key not in self.live]
+        is_reused = bool(free_keys) and self.rng.random() < 0.3
+        key = free_keys[-1] if is_reused else (self.rng.randrange(NUM_CLIENTS), self.setup.first_id + number)
+        asked = draw_request(self.rng, self.setup, number, key, self.common)
+        self.note("arrive", key, asked, asked.prompt, "room", asked.room, "stop", asked.request.stop_ids)
+        is_full = sum(other.order is None for other in self.live.values()) >= self.config.max_queued_req
         try:
-            self.scheduler.add_request(request)
-        except InvalidRequest:
-            expect(length >= limit, f"{length} tokens were refused, the limit is {limit}")
+            self.scheduler.add_request(asked.request)
+        except InvalidRequest as error:
+            limit = self.setup.limit if len(asked.prompt) >= self.setup.limit else self.config.vocab_size
+            expect(asked.is_refused and f"limit {limit - 1}" in str(error), asked, "was refused:", error)
+            self.seen["refused"] += 1
             return
-        except Overloaded:
+        except Overloaded as error:
+            expect(is_full and f"limit {self.config.max_queued_req}" in str(error), asked, "was refused:", error)
             self.seen["overloaded"] += 1
             return
-        expect(length < limit, f"{length} tokens were accepted, the limit is {limit}")
+        expect(not asked.is_refused and not is_full, asked, "was accepted")
+        expect(asked.request.max_tokens == asked.room, asked, "may have", asked.request.max_tokens, "tokens")
+        self.seen["reused_id"] += is_reused
+        asked.is_live = True
         self.live[key] = asked
-        self.all.append(asked)
+        self.accepted.append(asked)
+        self.by_seed[asked.seed] = asked
 
     def abort(self) -> None:
+        expect(len(self.scheduler.abort_request(NUM_CLIENTS, 1)) == 0, "an unknown id was aborted")
         if not self.live:
             return
+        self.has_changed = True
         key = self.rng.choice(list(self.live))
-        request = self.live[key].request
-        if request.num_issued_tokens > request.num_written_tokens:
-            self.seen["abort_in_flight"] += 1
-        self.note(f"abort {key}")
-        self.deliver(self.scheduler.abort_request(*key))
-        expect(key not in self.live, f"{key} was aborted without a terminal output")
-        expect(len(self.scheduler.abort_request(*key)) == 0, f"{key} ended twice")
+        asked = self.live[key]
+        self.seen["abort_in_flight"] += any(
+            asked is h.asked for i in self.in_flight for h in [*i.decoding, *i.prefills]
+        )
+        self.seen["abort_while_preempted"] += asked.order is not None and (
+            asked.request.slot is None or asked.request.is_preempted
+        )
+        self.note("abort", asked)
+        outputs = self.scheduler.abort_request(*key)
+        expect(len(outputs) == 1 and int(outputs.finish_reasons[0]) == FinishReason.ABORT, asked, "has no terminal")
+        self.deliver(outputs)
+        expect(len(self.scheduler.abort_request(*key)) == 0, asked, "ended twice")
 
     def disconnect(self) -> None:
+        self.has_changed = True
         client = self.rng.randrange(NUM_CLIENTS)
-        self.note(f"disconnect {client}")
+        self.note("disconnect", client)
         self.scheduler.abort_client(client)
         for key in [key for key in self.live if key[0] == client]:
-            del self.live[key]
+            self.seen["disconnect"] += 1
+            self.reasons[FinishReason.ABORT] += 1
+            self.end(key)
 
     def issue(self) -> bool:
-        scheduler = self.scheduler
-        before = {r.slot: r for r in scheduler.live_requests() if r.state is RequestState.RUNNING and is_decoding(r)}
-        phases = {slot: r.num_issued_tokens % self.config.page_size for slot, r in before.items()}
-        waiting = [r for r in scheduler.live_requests() if r.slot is None and r.admission_order is None]
-        evictable = scheduler._memory.pool.is_cached.copy()
-        preempted_before = scheduler.stats().num_preemptions
-        oldest = min((r.admission_order for r in before.values()), default=None)
-        step = scheduler.schedule(float(self.num_steps))
-        if step is None:
+        """One call of `schedule`. Returns whether it gave a step."""
+        depth = self.auditor.get_depth(self.in_flight)
+        if len(self.in_flight) >= depth:
+            self.seen["large_prefill"] += depth < self.config.max_steps_in_flight
+            expect(self.scheduler.schedule(0.0) is None, "a step beyond", depth, "in flight")
             return False
-        step = decode(encode(step))
-        assert isinstance(step, Step)
-        expect(step.step_id == self.num_steps, f"step {step.step_id} was issued, expected {self.num_steps}")
-        self.num_steps += 1
-        slots = {r.slot: r for r in scheduler.live_requests() if r.slot is not None}
-        self.in_flight.append((step, slots))
-        expect(len(self.in_flight) <= self.config.max_steps_in_flight, "too many steps in flight")
-        self.note(f"issue {step.step_id} admits={[a.slot for a in step.admits]} decode={step.run_decode}")
-        self.check_fairness(step, before, phases, waiting, slots)
-        if scheduler.stats().num_preemptions > preempted_before:
-            self.seen["preemption"] += 1
-            is_victim = [r for r in before.values() if r.is_preempted or r.slot is None]
-            expect(all(r.admission_order != oldest for r in is_victim) or len(before) == 1, "the oldest was preempted")
-        self.seen["eviction"] += bool((evictable & ~scheduler._memory.pool.is_cached).any())
-        prefills = np.frombuffer(step.prefills, "<i4").reshape(-1, 4)
-        self.seen["chunked_prefill"] += bool((prefills[:, 3] == 0).any())
-        self.seen["slot_turnover"] += any(
-            a.slot in self.last_slots and self.last_slots[a.slot] is not slots.get(a.slot) for a in step.admits
+        self.has_changed = True
+        live = list(self.live.values())
+        before = self.auditor.look_before(live)
+        was_cached = self.auditor.pool.is_cached.tolist()
+        step = self.scheduler.schedule(float(self.num_events))
+        self.seen["eviction"] += any(
+            was and not now for was, now in zip(was_cached, self.auditor.pool.is_cached.tolist(), strict=True)
         )
-        self.last_slots = slots
-        return True
+        issued = None if step is None else self.follow(step)
+        self.check_decisions(before, issued, live)
+        if issued is None and not self.in_flight and live:
+            raise NoProgress(f"{len(live)} requests are live, nothing is in flight, and no step is issued")
+        return issued is not None
+
+    def follow(self, step: Step) -> Issued:
+        """Take a new step as the worker will see it."""
+        frame = encode(step)
+        self.digest = crc32(frame, self.digest)
+        expect(step.step_id == self.num_steps, "step", step.step_id, "expected", self.num_steps)
+        if step.admits or step.step_id % 8 == 0:  # the codec has tests of its own, and takes its time
+            expect(decode(frame) == step, "step", step.step_id, "is another one behind the wire")
+        taken = {admit.slot for admit in step.admits}
+        holders = {r.slot: r for r in self.scheduler.live_requests() if r.slot is not None and r.slot not in taken}
+        self.ledger.take_back(holders, self.oldest_in_flight)
+        cached = self.auditor.check_cached_pages() if step.admits else {}
+        issued = self.ledger.apply(step, self.by_seed, cached)
+        self.num_steps += 1
+        self.worker.poison(issued.fresh_pages)
+        self.in_flight.append(issued)
+        self.seen["slot_turnover"] += any(h.slot in self.last_slots for h in issued.admitted)
+        self.last_slots = set(self.ledger.holdings)
+        self.seen["chunked_prefill"] += issued.has_chunk
+        self.note(issued)
+        return issued
+
+    def check_decisions(self, before: Before, issued: Issued | None, live: list[Asked]) -> None:
+        victims = self.auditor.check_decode(before, issued)
+        for victim in victims:
+            self.seen["preemption"] += 1
+            victim.asked.num_preemptions += 1
+            self.note("preempted", victim.asked)
+        self.seen["held_row"] += any(
+            h in before.needers and h.is_running and h.num_issued == len(h.pages) * self.config.page_size
+            for h in before.running
+        )
+        if issued is not None and issued.admitted:
+            self.seen["overtaken"] += self.auditor.check_admission(before, issued, live)
+            for holding in issued.admitted:
+                if holding.asked.order is None:
+                    holding.asked.order = self.num_admitted
+                    holding.asked.cached_tokens = holding.num_cached
+                    self.num_admitted += 1
+                    self.seen["hit"] += holding.num_cached > 0
+        is_due = self.num_steps % 2 == 0 and any(asked.order is None for asked in live)
+        if is_due and len(self.ledger.holdings) < self.config.max_running_req:
+            cached = self.auditor.check_cached_pages()
+            self.seen["shared_pending_prefix"] += self.auditor.check_head(before, victims, issued, live, cached)
 
     def finish_one(self) -> None:
+        """The oldest step in flight is executed, and completes."""
         if not self.in_flight:
             return
-        step, slots = self.in_flight.pop(0)
-        holders = [r for r in self.scheduler.live_requests() if r.slot is not None]
-        result = self.worker.execute(step, slots, holders)
-        self.note(f"complete {step.step_id} tokens={np.frombuffer(result.tokens, '<u4').tolist()}")
-        self.deliver(self.scheduler.complete(decode(encode(result))))
-        if step.step_id % 8 == 0:
-            self.check_cached_pages()
+        self.has_changed = True
+        issued = self.in_flight.pop(0)
+        writable = self.auditor.find_writable_pages()
+        result, rows, draws = self.worker.execute(issued.step, writable)
+        expect(rows == [h.slot for h in issued.sampling], "sampling rows", rows, "of step", issued.step.step_id)
+        ends = self.count_samples(issued.sampling, draws)
+        self.note("complete", issued.step.step_id, np.frombuffer(result.tokens, "<u4").tolist())
+        self.deliver(self.scheduler.complete(result))
+        for asked in ends:
+            expect(not asked.is_live, asked, "goes on after its end")
+        for holding in issued.sampling:
+            asked = holding.asked
+            holding.is_shared |= holding.is_running
+            expect(not asked.is_live or not asked.request.stream or len(asked.tokens) == asked.num_sampled,
+                   asked, "streams and was not given its token")  # fmt: skip
 
-    # ------------------------------------------------------------------------------------------------------ checks
+    def count_samples(self, sampling: list[Holding], draws: list[int]) -> list[Asked]:
+        """Count new tokens. Returns the requests that must end with them."""
+        ends = []
+        for holding, draw in zip(sampling, draws, strict=True):
+            asked = holding.asked
+            if not asked.is_live:
+                self.seen["surplus_row"] += 1
+                continue
+            if self.setup.model.has_failed(draw):
+                self.seen["failed_row"] += 1
+                ends.append(asked)
+                continue
+            asked.num_sampled += 1
+            if asked.num_sampled == len(asked.reference.tokens) and asked.reference.reason is not FinishReason.ERROR:
+                ends.append(asked)
+        self.seen["end_while_preempted"] += any(asked.request.is_preempted for asked in ends)
+        return ends
 
     def deliver(self, outputs: StepOutputs) -> None:
-        """Take in outputs; at a request's end, compare its tokens with the reference."""
-        expect(len(outputs.tokens) == outputs.num_tokens.sum(), "columns of tokens do not fit")
+        """Take in outputs; at a request's end, compare its answer with the reference."""
+        if not len(outputs):
+            return
+        self.digest = update_digest(self.digest, outputs)
+        for entry in split_entries(outputs):
+            expect(entry.key in self.live, "output for", entry.key, "which has ended or never was")
+            asked, count, num_items = self.live[entry.key], len(entry.tokens), len(entry.logprob_ids)
+            expect(num_items == count * asked.num_items, asked, "has", num_items, "items for", count, "tokens")
+            asked.tokens += entry.tokens
+            asked.logprob_ids += entry.logprob_ids
+            asked.logprob_values += entry.logprob_values
+            if entry.reason is not None:
+                self.check_answer(asked, entry.reason, entry.cached_tokens)
+                self.end(entry.key)
+            else:
+                expect(asked.request.stream and count == 1, asked, "has", count, "tokens in passing")
+                expect(entry.cached_tokens == 0, asked, "has cached tokens before its end")
+
+    def check_answer(self, asked: Asked, reason: FinishReason, cached_tokens: int) -> None:
+        reference, count = asked.reference, asked.num_sampled
+        self.note("ends", asked, reason.name, asked.tokens)
+        self.reasons[reason] += 1
+        self.seen["stop"] += reason is FinishReason.STOP
+        if reason is not FinishReason.ABORT:
+            expect(reason is reference.reason, asked, "ends by", reason.name, "expected", reference.reason.name)
+            expect(count == len(reference.tokens), asked, "ends with", count, "tokens, expected", reference.tokens)
         expect(
-            len(outputs.logprob_ids) == len(outputs.logprob_values) == outputs.num_logprobs.sum(), "logprobs do not fit"
+            asked.tokens == reference.tokens[:count], asked, "has", asked.tokens, "expected", reference.tokens[:count]
         )
-        start = item = num_errors = 0
-        for i in range(len(outputs)):
-            key = (int(outputs.client_ids[i]), int(outputs.request_ids[i]))
-            expect(key in self.live, f"output for {key}, which has ended or never was")
-            asked, count = self.live[key], int(outputs.num_tokens[i])
-            tokens = outputs.tokens[start : start + count].tolist()
-            items = int(outputs.num_logprobs[i])
-            expect(items == count * asked.num_items, f"{key} got {items} log-probability items for {count} tokens")
-            chosen = outputs.logprob_ids[item : item + items][:: asked.num_items or 1].tolist()
-            expect(not asked.num_items or chosen == tokens, f"{key} got another request's log-probabilities")
-            start, item = start + count, item + items
-            reason = int(outputs.finish_reasons[i])
-            expect(reason != 0 or (asked.request.stream and count == 1), f"{key} got {count} tokens in passing")
-            asked.tokens += tokens
-            num_errors += reason == FinishReason.ERROR
-            if reason:
-                del self.live[key]
-                self.check_answer(key, asked, FinishReason(reason), int(outputs.cached_tokens[i]))
-        expect(num_errors == len(outputs.errors), "errors do not fit")
+        num_items = count * asked.num_items
+        expect(asked.logprob_ids == reference.logprob_ids[:num_items], asked, "has wrong ids of log-probabilities")
+        expect(asked.logprob_values == reference.logprob_values[:num_items], asked, "has wrong log-probabilities")
+        expect(cached_tokens == asked.cached_tokens, asked, cached_tokens, "cached tokens, not", asked.cached_tokens)
 
-    def check_answer(self, key: tuple[int, int], asked: Asked, reason: FinishReason, cached_tokens: int) -> None:
-        room = min(asked.max_tokens, self.config.context_limit_tokens - len(asked.prompt))
-        tokens, why = reference_answer(
-            asked.prompt, room, asked.stop_ids, self.config.vocab_size, self.setup.fail_one_in
-        )
-        if reason is FinishReason.ABORT:
-            expect(
-                asked.tokens == tokens[: len(asked.tokens)], f"{key}: {asked.tokens}, expected the begin of {tokens}"
-            )
-        else:
-            expect((asked.tokens, reason) == (tokens, why), f"{key}: {asked.tokens} {reason}, expected {tokens} {why}")
-        expect(0 <= cached_tokens < len(asked.prompt), f"{key}: {cached_tokens} cached tokens of {len(asked.prompt)}")
-        expect(cached_tokens % self.config.page_size == 0, f"{key}: {cached_tokens} cached tokens are not whole pages")
-        expect(self.config.cache_type == "radix" or not cached_tokens, f"{key}: a hit without a cache")
-        self.seen["hit"] += cached_tokens > 0
+    def end(self, key: tuple[int, int]) -> None:
+        self.live[key].is_live = False
+        del self.live[key]
+        self.ended_keys.append(key)
 
-    def check_fairness(self, step: Step, before: dict[int, Request], phases: dict[int, int], waiting: list[Request],
-                       slots: dict[int, Request]) -> None:  # fmt: skip
-        """Each decoding request has a row unless it lacks a page; overtaking is bounded; budgets hold."""
-        record = self.scheduler._in_flight[-1]
-        rows = set(record.batch.slots.tolist()) if step.run_decode else set()
-        for slot, request in before.items():
-            is_excused = phases[slot] == 0 or request.state is not RequestState.RUNNING or request.slot is None
-            expect(slot in rows or is_excused, f"{request} has no row though it needs no page")
-        admitted = [slots[a.slot] for a in step.admits]
-        for request in admitted:
-            if request.num_preemptions or self.config.schedule_policy != "fcfs":
-                continue
-            for other in waiting:
-                if other.slot is None and other.admission_order is None and other.request_id < request.request_id:
-                    asked = self.live.get(other.key)
-                    if asked is not None:
-                        asked.num_overtaken += 1
-                        expect(asked.num_overtaken <= self.config.max_running_req, f"{other} is overtaken for ever")
-                        self.seen["overtaken"] += 1
-        prefills = np.frombuffer(step.prefills, "<i4").reshape(-1, 4)
-        expect(int(prefills[:, 2].sum()) <= self.config.max_extend_tokens, "the budget of prompt tokens is exceeded")
-        memory = self.scheduler._memory
-        for other in waiting:
-            if other.slot is None and other.state is RequestState.WAITING:
-                self.seen["shared_pending_prefix"] += memory.is_next_page_in_progress(other, memory.match(other))
-                break
+    @property
+    def oldest_in_flight(self) -> int:
+        return self.in_flight[0].step.step_id if self.in_flight else self.num_steps
 
-    def check_invariants(self) -> None:
-        """The books of pages and slots, and the counters of each request. Freed pages are poisoned here."""
-        scheduler, config = self.scheduler, self.config
-        num_leaked = scheduler.check_integrity()
-        expect(num_leaked == 0, f"{num_leaked} pages leaked")
-        stats = scheduler.stats()
-        total = stats.num_pages_free + stats.num_pages_cached + stats.num_pages_used
-        expect(total == config.num_pages, f"{total} pages are accounted for, the pool has {config.num_pages}")
-        expect(stats.num_running + stats.num_draining <= config.max_running_req, "more requests than slots")
-        ended = stats.num_finished + stats.num_aborted + stats.num_failed
-        expect(stats.num_accepted == ended + len(self.live), "a request is lost, or counted twice")
-        slots = []
-        for request in scheduler.live_requests():
-            if request.slot is None:
-                continue
-            slots.append(request.slot)
-            pages = request.page_ids.tolist()
-            expect(len(set(pages)) == len(pages), f"{request} holds a page twice")
-            capacity = len(pages) * config.page_size
-            expect(request.num_written_tokens <= request.num_issued_tokens <= capacity, f"{request}: counters")
-        expect(len(set(slots)) == len(slots), "a slot has two holders")
-        counts = scheduler._memory.pool.reference_counts
-        for node in scheduler._memory.cache.iter_nodes():
-            above = node.parent.page_ids if node.parent is not None else node.page_ids[:0]
-            is_held = len(above) == 0 or counts[above[-1]] >= counts[node.page_ids[0]]
-            expect(is_held, f"cached page {node.page_ids[0]} is held by more requests than the page before it")
-        self.worker.poison(set(scheduler._memory.pool.free_ids.tolist()))
+    def check(self) -> None:
+        """All invariants; the slower ones not after every event."""
+        if not self.has_changed:
+            return
+        self.has_changed = False
+        self.num_events += 1
+        live = list(self.live.values())
+        self.auditor.check_books(live, self.oldest_in_flight)
+        if self.num_events % 8 == 0:
+            self.check_counters()
+        if self.num_events % 32 == 0:
+            self.auditor.check_cached_pages()
 
-    def check_cached_pages(self) -> None:
-        """Every page in the prefix cache is written, with the tokens under which it can be found."""
-        ends: dict[int, int] = {}  # by the id of a node: the history at its end
-        for node in self.scheduler._memory.cache.iter_nodes():
-            start = ends.get(id(node.parent), 0)
-            tokens = np.frombuffer(node.tokens, "<i4").tolist()
-            ends[id(node)] = self.worker.check_pages(node.page_ids.tolist(), tokens, start)
+    def check_counters(self) -> None:
+        self.auditor.check_counters(self.oldest_in_flight)
+        self.auditor.check_stats(len(self.live), self.accepted, self.reasons, self.num_steps)
 
     def check_end(self) -> None:
         """All is given back, and it took no more steps than it may."""
-        expect(not self.live, f"{list(self.live)} never ended")
-        self.check_cached_pages()
-        stats = self.scheduler.stats()
-        expect(
-            stats.num_pages_used == stats.num_running == stats.num_draining == stats.num_waiting == 0, f"left: {stats}"
-        )
-        for asked in self.all:
-            order = asked.request.admission_order
-            expect(order is None or asked.request.num_preemptions <= order, f"{asked.request} is preempted too often")
-        bound = sum(
-            (
-                -(-(len(a.prompt) + len(a.tokens)) // self.config.max_extend_tokens)
-                + len(a.tokens)
-                + self.config.max_steps_in_flight
-                + 2
-            )
-            * (1 + a.request.num_preemptions)
-            for a in self.all
-        )
-        if not self.setup.disconnect_rate and self.num_steps > bound:
+        expect(not self.live, self.live, "never ended")
+        self.check_counters()
+        self.auditor.check_cached_pages()
+        self.auditor.check_quiet()
+        for asked in self.accepted:
+            expect(asked.num_preemptions <= (asked.order or 0), asked, "is preempted", asked.num_preemptions, "times")
+            expect(asked.request.num_preemptions == asked.num_preemptions, asked, "miscounts its preemptions")
+            expect(asked.request.state is RequestState.FINISHED, asked, "is left", asked.request.state)
+        bound = sum(a.count_steps(a.num_sampled, self.config) * (1 + a.num_preemptions) for a in self.accepted)
+        if self.num_steps > bound:
             raise NoProgress(f"{self.num_steps} steps, at most {bound} are needed")
 
-    def note(self, event: str) -> None:
-        self.log.append(event)
+    def note(self, *words: object) -> None:
+        if self.log is not None:
+            self.log.append(" ".join(map(str, words)))
 
 
-def is_decoding(request: Request) -> bool:
-    """Whether its prompt is issued to the end."""
-    return request.num_issued_tokens >= len(request.token_ids)
-
-
-def expect(condition: bool, text: str) -> None:
-    if not condition:
-        raise Wrong(text)
-
-
-def run_seed(seed: int, *, verbose: bool = False) -> tuple[int, Counter[str]]:
-    """(exit code, what occurred); a failure prints the seed and the command that replays it."""
-    simulation = Simulation(seed)
+def run_seed(
+    seed: int, *, verbose: bool = False, make: Callable[..., Simulation] = Simulation
+) -> tuple[int, Simulation]:
+    """(exit code, what was simulated); a failure prints the seed and the command that replays it."""
+    simulation = make(seed, [] if verbose else None)
     try:
-        return 0, simulation.run()
+        simulation.run()
+        code = 0
     except Exception as error:
         code = 2 if isinstance(error, NoProgress) else 1 if isinstance(error, (Wrong, AssertionError)) else 3
         kind = {1: "wrong", 2: "no progress", 3: "crash"}[code]
         print(f"seed {seed}: {kind}: {type(error).__name__}: {error}\n    python -m tests.unit.simulator --seed {seed}")
         if verbose:
-            print(simulation.setup, *simulation.log, sep="\n")
-            traceback.print_exc()
-        return code, simulation.seen
+            traceback.print_exc(file=sys.stdout)
+    if simulation.log is not None:
+        print(simulation.setup, *simulation.log, sep="\n")
+    return code, simulation
 
 
 def main() -> int:
@@ -418,17 +380,19 @@ def main() -> int:
     parser.add_argument("--seeds", metavar="FIRST:END", default="0:1000")
     arguments = parser.parse_args()
     if arguments.seed is not None:
-        code, seen = run_seed(arguments.seed, verbose=True)
-        print(json.dumps(seen))
+        code, simulation = run_seed(arguments.seed, verbose=True)
+        print(json.dumps(simulation.seen))
         return code
     first, end = map(int, arguments.seeds.split(":"))
     occurred: Counter[str] = Counter()
+    digest = 0
     for seed in range(first, end):
-        code, seen = run_seed(seed)
+        code, simulation = run_seed(seed)
         if code:
             return code
-        occurred.update(kind for kind, count in seen.items() if count)
-    print(json.dumps({"num_seeds": end - first, "seeds_with": occurred}))
+        occurred.update(kind for kind, count in simulation.seen.items() if count)
+        digest = crc32(simulation.digest.to_bytes(4, "little"), digest)
+    print(json.dumps({"num_seeds": end - first, "digest": digest, "seeds_with": occurred}))
     return 0
 
 

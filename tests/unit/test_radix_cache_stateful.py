@@ -82,6 +82,14 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.pool.num_free == before + count
         self.forget_evicted()
 
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        assert self.pool.num_cached == 0
+        self.forget_evicted()
+        held = {page for _, pages in self.held for page in pages.tolist()}
+        assert held.issuperset(self.model.values())
+
     def forget_evicted(self) -> None:
         self.model = {prefix: page for prefix, page in self.model.items() if self.pool.is_cached[page]}
 
@@ -99,4 +107,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestRadixCache = CacheMachine.TestCase
-TestRadixCache.settings = settings(derandomize=True, max_examples=150, stateful_step_count=40, deadline=None)
+TestRadixCache.settings = settings(derandomize=True, max_examples=120, stateful_step_count=40, deadline=None)
