@@ -134,4 +134,4 @@ class SlotState:
 def send_to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """A copy on the device, made without waiting for it (through pinned memory, which torch keeps that long)."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from minisgl.protocol import Sampling
 from minisgl_worker.batch import SlotState, send_to_device
+from minisgl_worker.filters import Filters, filter_logits
 from minisgl_worker.kernels.dispatch import compute_dtype
 from minisgl_worker.kernels.sampling import Draw, sample
 
@@ -35,19 +36,6 @@ class Logprobs:
 
     token_ids: Tensor  # [num_items] i32
     values: Tensor  # [num_items] f32
-
-
-@dataclass(frozen=True, slots=True)
-class Filters:
-    """What limits the choice of each row, on the host: [num_rows] each, one entry per row."""
-
-    temperature: NDArray[np.float32]
-    top_k: NDArray[np.int64]  # 0 = all
-    top_p: NDArray[np.float64]
-    min_p: NDArray[np.float64]
-
-    def of(self, rows: NDArray[np.int64]) -> "Filters":
-        return Filters(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
 class Sampler:
@@ -84,16 +72,14 @@ class Sampler:
         return bool((self._is_redrawn[slots] | (self._num_logprobs[slots] >= 0)).any())
 
     def draw(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Draw:
-        """The next token of each row by the plain rule.
+        """The next token of each row by the plain rule; without noise where `apply_extras` draws again.
 
         Args:
             logits: [num_rows, vocab] any float dtype.
             slots: [num_rows] slot of each row.
             positions: [num_rows] number of tokens before the one that is drawn.
         """
-        rows = send_to_device(slots, self._device)
-        where = send_to_device(positions, self._device)
-        return sample(logits, self._slots.temperature[rows], self._slots.seeds[rows], where)
+        return self._draw(logits, slots, positions, self._is_redrawn[slots])
 
     def apply_extras(
         self, logits: Tensor, tokens: Tensor, failed: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]
@@ -106,7 +92,7 @@ class Sampler:
             index = send_to_device(rows, self._device)
             x = logits[index].to(compute_dtype(logits.dtype))
             x = self._change_logits(x, slots[rows], positions[rows])
-            draw = self.draw(x, slots[rows], positions[rows])
+            draw = self._draw(x, slots[rows], positions[rows], np.zeros(len(rows), bool))
             tokens[index] = draw.tokens
             failed[index] |= draw.failed
             self._penalties.count(slots[rows], draw.tokens)
@@ -117,6 +103,16 @@ class Sampler:
         if not parts:
             return Logprobs(tokens.new_empty(0, dtype=torch.int32), tokens.new_empty(0, dtype=torch.float32))
         return Logprobs(torch.cat([part.token_ids for part in parts]), torch.cat([part.values for part in parts]))
+
+    def _draw(
+        self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64], is_quiet: NDArray[np.bool_]
+    ) -> Draw:
+        """`is_quiet` [num_rows]: without noise."""
+        where = send_to_device(slots, self._device)
+        temperature = self._slots.temperature[where]
+        if is_quiet.any():
+            temperature = temperature.masked_fill(send_to_device(is_quiet, self._device), 0.0)
+        return sample(logits, temperature, self._slots.seeds[where], send_to_device(positions, self._device))
 
     def _change_logits(self, x: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
         """x [num_rows, vocab], which is overwritten, after everything but temperature; -inf where filtered out."""
@@ -181,76 +177,23 @@ class _Penalties:
         if not len(rows) or self._in_prompt is None or self._in_output is None:
             return x
         index, where = send_to_device(rows, self._device), send_to_device(slots[rows], self._device)
-        values = send_to_device(self._values[slots[rows]], self._device).to(x.dtype)
-        repetition, frequency, presence = (values[:, i, None] for i in range(3))
-        in_output = self._in_output[where]
-        is_in_output = in_output > 0
-        part = x[index]
-        seen = self._in_prompt[where] | is_in_output
-        part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
-        x[index] = part - frequency * in_output - presence * is_in_output
+        values = self._values[slots[rows]]
+        repetition, frequency, presence = send_to_device(values, self._device).to(x.dtype)[:, :, None].unbind(1)
+        part, in_output = x[index], self._in_output[where]
+        if (values[:, 0] != 1.0).any():
+            seen = self._in_prompt[where] | (in_output > 0)
+            part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
+        if values[:, 1].any():
+            part -= frequency * in_output
+        if values[:, 2].any():
+            part -= presence * (in_output > 0)
+        x[index] = part
         return x
 
 
 def extras_bytes(max_running_req: int, vocab_size: int) -> int:
     """Device memory that extras take at most, so that it can be kept free."""
     return vocab_size * (ROWS_AT_ONCE * EXTRAS_BYTES_PER_LOGIT + (max_running_req + 1) * 5)
-
-
-def filter_logits(x: Tensor, filters: Filters) -> Tensor:
-    """x [num_rows, vocab] fp32 or fp64, overwritten, with -inf for what top_k, top_p and min_p exclude.
-
-    The most likely token always stays.
-    """
-    vocab = x.shape[1]
-    is_limited, is_nucleus = (filters.top_k > 0) & (filters.top_k < vocab), filters.top_p < 1.0
-    if len(rows := np.flatnonzero(is_limited)):
-        top_k = filters.top_k[rows]
-        index = send_to_device(rows, x.device)
-        part = x[index]
-        x[index] = _keep_first(part, part.topk(int(top_k.max())).values, send_to_device(top_k, x.device)[:, None])
-    # Apart, as rows with a top_k need only so many tokens in order.
-    if len(rows := np.flatnonzero(is_nucleus & is_limited)):
-        index = send_to_device(rows, x.device)
-        x[index] = _keep_nucleus(x[index], filters.of(rows), int(filters.top_k[rows].max()))
-    if len(rows := np.flatnonzero(is_nucleus & ~is_limited)):
-        index = send_to_device(rows, x.device)
-        x[index] = _keep_nucleus(x[index], filters.of(rows), vocab)
-    if (filters.min_p > 0.0).any():
-        with np.errstate(divide="ignore"):
-            distance = np.log(filters.min_p) * filters.temperature  # -inf for rows without min_p
-        lowest = x.amax(1, keepdim=True) + send_to_device(distance, x.device).to(x.dtype)[:, None]
-        x = x.masked_fill(x < lowest, -torch.inf)
-    return x
-
-
-def _keep_nucleus(x: Tensor, filters: Filters, most: int) -> Tensor:
-    """x [num_rows, vocab] cut to the fewest most likely tokens that reach top_p; no row has more than `most` tokens."""
-    temperature = send_to_device(filters.temperature, x.device).to(x.dtype)[:, None]
-    top_p = send_to_device(filters.top_p, x.device).to(x.dtype)[:, None]
-    scaled = x / temperature
-    total = scaled.logsumexp(1, keepdim=True)
-    if x.device.type == "cpu":
-        # Tokens below (1 - top_p) / vocab hold less than 1 - top_p together, so none of them is in the nucleus; half of
-        # that leaves room for rounding. Sorting the few others is ten times cheaper; a GPU would have to be awaited.
-        lowest = ((1.0 - top_p) / (2 * x.shape[1])).log() + total
-        most = min(most, max(1, int((scaled >= lowest).sum(1).max())))
-    ordered = x.topk(most).values
-    probabilities = (ordered / temperature - total).exp()
-    before = probabilities.cumsum(1) - probabilities
-    return _keep_first(x, ordered, (before < top_p).sum(1, keepdim=True).clamp(min=1))
-
-
-def _keep_first(x: Tensor, ordered: Tensor, num_kept: Tensor) -> Tensor:
-    """x [num_rows, vocab] cut to each row's num_kept [num_rows, 1] largest values, the lower ids first where they tie.
-
-    Args:
-        ordered: [num_rows, n] the largest values of each row in descending order; n >= num_kept.
-    """
-    cut = ordered.gather(1, num_kept - 1)
-    is_above, is_tied = x > cut, x == cut
-    num_tied = num_kept - is_above.sum(1, keepdim=True)
-    return x.masked_fill(~(is_above | (is_tied & (is_tied.cumsum(1) <= num_tied))), -torch.inf)
 
 
 def _log_probabilities(

@@ -127,19 +127,26 @@ def test_row_with_a_non_finite_logit_fails_alone_and_leaves_nothing_behind(folde
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
-    poison = next(token for token in range(VOCAB_SIZE) if token not in PROMPTS["A"] + PROMPTS["C"])
+    expected_a, expected_c = (expect_greedy(folder, PROMPTS[name], n) for name, n in (("A", 5), ("C", 3)))
+    used = {*PROMPTS["A"], *PROMPTS["C"], *expected_a, *expected_c}
+    poison = next(token for token in range(10, VOCAB_SIZE) if token not in used)
     weights["model.embed_tokens.weight"][poison] = torch.nan
     save_file(weights, tmp_path / "model.safetensors")
     runner = make_runner(tmp_path)
-    admits = (make_admit(0, PROMPTS["A"], [0, 1, 2]), make_admit(1, [3, poison, 4], [3]))
-    first = read_tokens(runner.execute(make_step(0, admits=admits, prefills=(0, 0, 9, 1, 1, 0, 3, 1))).result().tokens)
-    second = read_tokens(runner.execute(make_step(1, decode=[0, 1], run_decode=True)).result().tokens)
-    healthy, failing = [first[0], second[0]], [first[1], second[1]]
-    assert healthy == expect_greedy(folder, PROMPTS["A"], 2)
+    admits = (make_admit(0, PROMPTS["A"], [0, 1, 2]), make_admit(1, [3, poison, 4, 5, 6, 7, 8], [3, 4]))
+    steps = [
+        make_step(0, admits=admits, prefills=(0, 0, 9, 1, 1, 0, 7, 1)),
+        make_step(1, decode=[0, 1], run_decode=True),
+        # positions 6 and 7 of the second page still hold what the failed request left
+        make_step(2, admits=(make_admit(1, PROMPTS["C"], [3, 4]),), decode=[0], run_decode=True, prefills=(1, 0, 5, 1)),
+        make_step(3, decode=[1, 0], run_decode=True),
+        make_step(4, decode=[0, 1], run_decode=True, grants=(0, 3, 5)),
+    ]
+    results = [read_tokens(runner.execute(step).result().tokens) for step in steps]
+    failing = [results[0][1], results[1][1]]
     assert all(token & FAILED_ROW_BIT and (token & ~FAILED_ROW_BIT) < VOCAB_SIZE for token in failing)
-    again = make_admit(1, PROMPTS["C"], [3, 4])
-    third = runner.execute(make_step(2, admits=(again,), decode=[0], run_decode=True, prefills=(1, 0, 5, 1))).result()
-    assert read_tokens(third.tokens)[1:] == expect_greedy(folder, PROMPTS["C"], 1)
+    healthy = [results[0][0], results[1][0], results[2][0], results[3][1], results[4][0]]
+    assert healthy == expected_a and [results[2][1], results[3][0], results[4][1]] == expected_c
 
 
 def test_pool_takes_what_requests_can_use_and_no_more(folder: Path) -> None:

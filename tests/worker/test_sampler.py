@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from minisgl.protocol import Sampling
 from minisgl_worker.batch import SlotState
-from minisgl_worker.kernels.sampling import sample_on_cpu, sample_reference
-from minisgl_worker.sampler import Filters, Sampler, filter_logits
+from minisgl_worker.filters import Filters, filter_batch, filter_on_cpu
+from minisgl_worker.kernels.sampling import Draw, sample_on_cpu, sample_reference
+from minisgl_worker.sampler import Sampler
 from tests.worker.checkpoints import GREEDY, make_admit, make_step
 
 VOCAB = 50
@@ -82,7 +83,8 @@ LIMITS = st.tuples(
 
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(seed=st.integers(0, 1000), limits=st.lists(LIMITS, min_size=1, max_size=5))
-def test_filters_keep_what_the_plain_reference_keeps(seed, limits) -> None:
+@pytest.mark.parametrize("filter_logits", [filter_on_cpu, filter_batch])
+def test_filters_keep_what_the_plain_reference_keeps(filter_logits, seed, limits) -> None:
     """Rows of all kinds in one batch, among them those with equal logits."""
     logits = torch.randn(len(limits), VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
     logits[::2] = (logits[::2] * 2).round() / 2 + 0.0
@@ -105,8 +107,9 @@ def test_filter_down_to_one_token_is_greedy_among_equal_logits(limit: dict[str, 
     assert set(draw(make_sampler([dataclasses.replace(DRAWN, **limit)] * 40), logits).tolist()) == {7}
 
 
+@pytest.mark.parametrize("filter_logits", [filter_on_cpu, filter_batch])
 @pytest.mark.parametrize("top_p", [0.5, 0.9, 0.999])
-def test_nucleus_of_a_large_flat_vocabulary_is_not_cut_short(top_p: float) -> None:
+def test_nucleus_of_a_large_flat_vocabulary_is_not_cut_short(filter_logits, top_p: float) -> None:
     """On a CPU only the tokens that may be in the nucleus are sorted."""
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(9), dtype=torch.float64) * torch.tensor(
         [[0.0], [0.1], [3.0]], dtype=torch.float64
@@ -177,17 +180,55 @@ def test_rows_with_extras_are_the_same_alone_and_in_any_batch() -> None:
     assert run(shuffled) == [together[row] for row in shuffled]
 
 
-def test_new_request_in_a_slot_has_none_of_the_extras_before_it() -> None:
+class ValuelessSampler(Sampler):
+    """Draws on the `meta` device, where tensors have no values: an operation that needs one on the host raises."""
+
+    def _draw(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, is_quiet: np.ndarray) -> Draw:
+        tokens = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+        return Draw(tokens, tokens.float(), tokens.bool())
+
+
+def test_extras_never_make_the_host_wait_for_the_device() -> None:
+    """The thread that launches would stand still. On a CPU there is nothing to wait for."""
+    meta = torch.device("meta")
+    slots = SlotState(len(KINDS), 8, meta)
+    slots.apply(make_step(0, admits=tuple(make_admit(i, [1, 2], [0], sampling=s) for i, s in enumerate(KINDS))))
+    sampler = ValuelessSampler(slots, VOCAB, meta)
+    rows = np.arange(len(KINDS))
+    for row in rows.tolist():
+        sampler.admit(row)
+    logits = torch.empty(len(KINDS), VOCAB, device=meta)
+    chosen = sampler.draw(logits, rows, rows)
+    assert len(sampler.apply_extras(logits, chosen.tokens, chosen.failed, rows, rows + 2).token_ids) == 3 + 1
+    with pytest.raises(RuntimeError, match="meta"):
+        logits.sum().item()  # the control
+
+
+def test_rows_with_extras_may_come_in_any_order_of_their_slots() -> None:
+    logits = torch.randn(len(KINDS), VOCAB, generator=torch.Generator().manual_seed(11))
+    expected = draw(make_sampler(KINDS), logits)
+    slots = np.random.default_rng(0).permutation(len(KINDS))
+    sampler = make_sampler(KINDS)
+    moved = logits[torch.from_numpy(slots)]
+    chosen = sampler.draw(moved, slots, np.full(len(slots), 3))
+    sampler.apply_extras(moved, chosen.tokens, chosen.failed, slots, np.full(len(slots), 3))
+    assert torch.equal(chosen.tokens, expected[torch.from_numpy(slots)])
+
+
+@pytest.mark.parametrize("old", KINDS)
+@pytest.mark.parametrize("new", [GREEDY, dataclasses.replace(GREEDY, repetition_penalty=5.0),
+                                 dataclasses.replace(GREEDY, frequency_penalty=9.0)])  # fmt: skip
+def test_new_request_in_a_slot_has_none_of_the_extras_before_it(old: Sampling, new: Sampling) -> None:
+    """The former request held and drew the most likely token, over and over; the new one never did."""
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(7))
-    for kind in KINDS:
-        sampler = make_sampler([kind], token_ids=[1, 1, 2], num_prompt=1)
-        draw(sampler, logits)
-        slots = sampler._slots
-        for sampling in (GREEDY, dataclasses.replace(GREEDY, frequency_penalty=0.5)):
-            slots.apply(make_step(1, admits=(make_admit(0, [4, 5, 6], [0], sampling=sampling),)))
-            sampler.admit(0)
-            assert draw(sampler, logits).item() == logits.argmax().item()
-        assert not make_sampler([GREEDY]).has_extras(np.zeros(1, np.int64))
+    best = logits.argmax().item()
+    sampler = make_sampler([old], token_ids=[best, best, best], num_prompt=1)
+    draw(sampler, logits)
+    others = [token for token in range(VOCAB) if token != best][:3]
+    sampler._slots.apply(make_step(1, admits=(make_admit(0, others, [0], sampling=new),)))
+    sampler.admit(0)
+    assert draw(sampler, logits).item() == best
+    assert sampler.has_extras(np.zeros(1, np.int64)) == (new != GREEDY)
 
 
 def test_seeded_draw_is_the_same_alone_and_in_any_row() -> None:
