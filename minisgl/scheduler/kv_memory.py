@@ -61,10 +61,17 @@ class KVMemory:
         self.cache.insert_held(request.token_ids, request.page_ids)
 
     def release(self, request: Request, token_ids: NDArray[np.int32]) -> None:
-        """Take back all pages of a request. Full pages of known tokens whose KV is written stay cached."""
+        """Take back all pages of a request. Full pages of known tokens whose KV is written stay cached.
+
+        Of a request that failed, none is added: what made its logits NaN may sit in its KV, and would make every later
+        request with that prefix fail as well.
+        """
         self._in_progress.discard(request)
         request.node = None
-        self.cache.release(token_ids[: request.num_written_tokens], request.page_ids)
+        num_tokens = request.num_written_tokens
+        if request.has_failed:
+            num_tokens = self.page_size * len(self.cache.match_prefix(token_ids, num_tokens // self.page_size).page_ids)
+        self.cache.release(token_ids[:num_tokens], request.page_ids)
 
     def store_tokens(self, locations: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
         """Note the tokens sampled by the rows that wrote these KV locations."""

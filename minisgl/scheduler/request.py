@@ -35,9 +35,9 @@ class Request:
     """
 
     __slots__ = (
-        "admission_order", "cached_tokens", "client_id", "final_ids", "is_preempted", "logprobs", "max_tokens", "node",
-        "num_changes_seen", "num_items_per_token", "num_older", "num_overtaken", "num_pages_short",
-        "num_preemptions", "prompt_ids", "queue_key", "request_id", "sampling", "seed", "slot",
+        "admission_order", "cached_tokens", "client_id", "final_ids", "has_failed", "is_preempted", "logprobs",
+        "max_tokens", "node", "num_changes_seen", "num_items_per_token", "num_older", "num_overtaken",
+        "num_pages_short", "num_preemptions", "prompt_ids", "queue_key", "request_id", "sampling", "seed", "slot",
         "state", "stop_ids", "stream", "table", "token_ids",
     )  # fmt: skip
 
@@ -64,6 +64,7 @@ class Request:
         self.logprobs: list[LogprobItems] = []  # not put out so far
         self.cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
         self.final_ids: NDArray[np.int32] | None = None  # prompt and output, from its terminal output on
+        self.has_failed = False  # a row of it had a logit that is not finite: its KV may be no better
         self.num_preemptions = 0
 
         # Of use to the queue and to admission:

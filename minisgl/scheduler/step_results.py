@@ -70,6 +70,8 @@ class StepResults:
             assert int(ids.max()) < len(self.stops.is_stop), f"step {record.step_id} returned the token id {ids.max()}"
             is_hit = self.stops.is_stop.take(ids)
             ends |= dict.fromkeys(failed_rows, FinishReason.ERROR)
+            for row in failed_rows:
+                record.request_of(row).has_failed = True  # also where it has ended, and the token is dropped
         tokens = ids.view(np.int32)
         self._memory.store_tokens(record.locations, tokens)
         if np.count_nonzero(is_hit):

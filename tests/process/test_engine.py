@@ -42,11 +42,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("model") / "m", vocab_size=100)
 
 
-def start(folder: Path, address: str, *flags: str, fault: str = "", **popen: object) -> subprocess.Popen[str]:
+def start(
+    folder: Path, address: str, *flags: str, fault: str = "", corruption: str = "", **popen: object
+) -> subprocess.Popen[str]:
     """An engine with the fake worker; its readiness line is not waited for."""
-    command = [sys.executable, "-m", "minisgl.engine", "--model", str(folder), "--address", address,
+    module = "tests.process.corrupted_engine" if corruption else "minisgl.engine"
+    command = [sys.executable, "-m", module, "--model", str(folder), "--address", address,
                "--worker-module", "tests.process.fake_worker", "--num-pages", "64", *flags]  # fmt: skip
-    environment = {**os.environ, "MINISGL_FAKE_FAULT": fault, "TMPDIR": str(TEMPORARY)}
+    environment = {**os.environ, "MINISGL_FAKE_FAULT": fault, "MINISGL_CORRUPTION": corruption,
+                   "TMPDIR": str(TEMPORARY)}  # fmt: skip
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen},
@@ -54,10 +58,10 @@ def start(folder: Path, address: str, *flags: str, fault: str = "", **popen: obj
 
 
 @contextlib.contextmanager
-def running(folder: Path, address: str, *flags: str, fault: str = "") -> Iterator[subprocess.Popen[str]]:
+def running(folder: Path, address: str, *flags: str, **arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A ready engine. At the end nothing of it may be left: no process, no socket, no private folder."""
     before = private_folders()
-    engine = start(folder, address, *flags, fault=fault)
+    engine = start(folder, address, *flags, **arguments)
     try:
         assert engine.stdout is not None and address.split(":")[0] in engine.stdout.readline()
         children = children_of(engine.pid)
@@ -100,6 +104,31 @@ def wait_until(condition, seconds: float) -> None:
 @pytest.fixture
 def address(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/engine.sock"
+
+
+@pytest.mark.parametrize(
+    ("corruption", "text"),
+    [("released_without_owner", "are released but in no page table"), ("free_twice", "are free twice")],
+)
+def test_corrupted_books_end_the_engine_with_a_code_of_their_own(folder, address, corruption, text) -> None:
+    """At once where an operation meets them, else when nothing is left to do."""
+    with running(folder, address, corruption=corruption) as engine, LLM(engine=address) as llm:
+        with pytest.raises(EngineDead, match=text):
+            llm.generate([[1, 2]], SHORT)
+            llm.generate([[1, 2]], LONG)
+        assert engine.wait(5) == 7
+
+
+def test_lost_page_is_told_and_ends_nothing(folder, address, tmp_path) -> None:
+    with running(folder, address, corruption="lost") as engine, LLM(engine=address) as llm:
+        for _ in range(3):
+            assert len(llm.generate([[1, 2]], SHORT)[0]["token_ids"]) == 5
+        engine.send_signal(signal.SIGTERM)
+        assert engine.wait(15) == 0
+        assert engine.stderr is not None
+        assert [line for line in engine.stderr if "leaked" in line] == [
+            "minisgl engine: ERROR 1 KV pages leaked after 5 steps\n"
+        ]
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,8 @@ MUTANTS = (
     Mutant(
         "page_lost_on_preemption",
         "kv_memory",
-        "self.cache.release(token_ids[: request.num_written_tokens], request.page_ids)",
-        "pages = request.page_ids[: -1 if request.is_preempted else None]\n"
-        "        self.cache.release(token_ids[: request.num_written_tokens], pages)",
+        "self.cache.release(token_ids[:num_tokens], request.page_ids)",
+        "self.cache.release(token_ids[:num_tokens], request.page_ids[: -1 if request.is_preempted else None])",
     ),
     Mutant(
         "free_before_in_flight_completes",
@@ -78,8 +77,8 @@ MUTANTS = (
     Mutant(
         "unwritten_page_cached",
         "kv_memory",
-        "token_ids[: request.num_written_tokens]",
-        "token_ids",
+        "num_tokens = request.num_written_tokens",
+        "num_tokens = len(token_ids)",
     ),
     Mutant(
         "split_node_without_its_own_indices",
@@ -193,6 +192,13 @@ MUTANTS = (
         "step_results",
         "token_ids[:-1] if reason is FinishReason.ERROR else token_ids",
         "token_ids",
+    ),
+    Mutant("pages_of_a_failed_request_cached", "kv_memory", "if request.has_failed:", "if False:"),
+    Mutant(
+        "pages_of_a_failed_surplus_row_cached",
+        "step_results",
+        "record.request_of(row).has_failed = True",
+        "record.request_of(row).has_failed |= row not in record.dropped_rows",
     ),
     Mutant(
         "stop_ids_forgotten_with_another_request",

@@ -207,6 +207,7 @@ class Simulation:
         issued = self.ledger.apply(step, self.by_seed, cached)
         self.num_steps += 1
         self.worker.poison(issued.fresh_pages)
+        self.auditor.clear_taint(issued.fresh_pages)
         self.in_flight.append(issued)
         self.seen["slot_turnover"] += any(h.slot in self.last_slots for h in issued.admitted)
         self.last_slots = set(self.ledger.holdings)
@@ -262,6 +263,8 @@ class Simulation:
         ends = []
         for holding, draw in zip(sampling, draws, strict=True):
             asked = holding.asked
+            if self.setup.model.has_failed(draw):
+                self.auditor.taint(holding)
             if not asked.is_live:
                 self.seen["surplus_row"] += 1
                 continue

@@ -33,6 +33,14 @@ class Auditor:
         self.scheduler, self.worker, self.ledger = scheduler, worker, ledger
         self.pool, self.cache = scheduler._memory.pool, scheduler._memory.cache
         self._free: set[int] = set(range(self.config.num_pages))
+        self._tainted: set[int] = set()  # pages whose KV a failed row has read, until they are given out anew
+
+    def taint(self, holding: Holding) -> None:
+        """A row of this one has failed: what is not shared so far must never be."""
+        self._tainted.update(page for page in holding.pages if not self.pool.is_cached[page])
+
+    def clear_taint(self, fresh_pages: list[int]) -> None:
+        self._tainted.difference_update(fresh_pages)
 
     # ----------------------------------------------------------------------------------------------- after an event
 
@@ -95,6 +103,8 @@ class Auditor:
                 raise Wrong(f"page {page} has {count} holders and is not cached")
             num_cached += is_cached and not count
         expect(num_cached == pool.num_cached, pool.num_cached, "cached pages are counted, and there are", num_cached)
+        tainted = [page for page in self._tainted if in_tree[page]]
+        expect(not tainted, "pages", tainted, "of a request that failed are cached")
         self.worker.poison(is_free - self._free)
         self._free = is_free
 
