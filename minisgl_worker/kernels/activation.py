@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_worker.kernels.dispatch import use_triton
+from minisgl_worker.kernels.native import VECTOR, kernels_for
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -18,6 +19,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         from minisgl_worker.kernels import activation_triton  # Triton is absent where there is no GPU
 
         return activation_triton.silu_mul(gate_up)
+    if gate_up.shape[-1] % (2 * VECTOR) == 0 and (native := kernels_for(gate_up)) is not None:
+        return native.silu_mul(gate_up)
     return silu_mul_reference(gate_up)
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from minisgl_worker.kernels.dispatch import use_triton
 from minisgl_worker.kernels.launch import use_pdl
+from minisgl_worker.kernels.native import kernels_for
 
 MAX_TRITON_ROWS = 16  # from here on the vendor's kernels win, measured on H200
 
@@ -20,4 +21,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
         if linear_triton.can_serve(x, weight):
             return linear_triton.linear(x, weight, bias)
+    if (native := kernels_for(x)) is not None and native.serves_linear(x, weight):
+        return native.linear(x, weight, bias)
     return F.linear(x, weight, bias)

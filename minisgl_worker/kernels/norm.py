@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from minisgl_worker.kernels.dispatch import compute_dtype, use_triton
+from minisgl_worker.kernels.native import kernels_for
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,6 +22,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from minisgl_worker.kernels import norm_triton  # Triton is absent where there is no GPU
 
         return norm_triton.rms_norm(x, weight, eps)
+    if (native := kernels_for(x)) is not None:
+        return native.rms_norm(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
 
 
@@ -37,6 +40,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         from minisgl_worker.kernels import norm_triton  # Triton is absent where there is no GPU
 
         return norm_triton.add_rms_norm(x, residual, weight, eps)
+    if (native := kernels_for(x)) is not None and residual.is_contiguous():
+        return native.add_rms_norm(x, residual, weight, eps)
     return add_rms_norm_reference(x, residual, weight, eps)
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from minisgl_worker.kernels.dispatch import compute_dtype, use_triton
+from minisgl_worker.kernels.native import VECTOR, kernels_for
 from minisgl_worker.kernels.norm import rms_norm_reference
 
 
@@ -37,6 +38,8 @@ def qk_norm_rope_append(
         from minisgl_worker.kernels import rope_append_triton  # Triton is absent where there is no GPU
 
         return rope_append_triton.qk_norm_rope_append(*arguments)
+    if k_cache.shape[-1] % (2 * VECTOR) == 0 and (native := kernels_for(qkv)) is not None:
+        return native.qk_norm_rope_append(*arguments)
     return qk_norm_rope_append_reference(*arguments)
 
 

@@ -1,0 +1,438 @@
+// CPU kernels of a decode step: what torch does in many passes over memory, done in one. Each has a plain torch twin in the
+// Python module of its name, against which it is tested; `native.py` compiles and calls them.
+//
+// T is bf16 or float; arithmetic is fp32. Tensors are contiguous unless a row stride is passed. Work is shared among
+// `threads` OpenMP threads, of the pool that torch uses too. Vectors are those of the GCC and Clang language extension,
+// which compile to what the machine has (AVX-512, AVX2, NEON).
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+constexpr int W = 16;  // values per vector
+typedef float floats __attribute__((vector_size(4 * W)));
+typedef int32_t ints __attribute__((vector_size(4 * W)));
+typedef uint32_t words __attribute__((vector_size(4 * W)));
+typedef uint16_t halves __attribute__((vector_size(2 * W)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float get(const float* p) { return *p; }
+inline float get(const bf16* p) {
+  uint32_t bits = uint32_t(p->bits) << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline floats load(const float* p) {
+  floats v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+inline floats load(const bf16* p) {
+  halves h;
+  memcpy(&h, p, sizeof h);
+  return (floats)(__builtin_convertvector(h, words) << 16);
+}
+
+// To the nearest, ties to even; NaN stays NaN.
+inline words round_bits(floats v) {
+  words bits = (words)v;
+  words rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  words is_nan = (words)(v != v);
+  return (is_nan & 0x7FC0) | (~is_nan & rounded);
+}
+inline void store(float* p, floats v) { memcpy(p, &v, sizeof v); }
+inline void store(bf16* p, floats v) {
+  halves h = __builtin_convertvector(round_bits(v), halves);
+  memcpy(p, &h, sizeof h);
+}
+// The value that is left after storing as T.
+inline floats rounded(floats v, const float*) { return v; }
+inline floats rounded(floats v, const bf16*) { return (floats)(round_bits(v) << 16); }
+
+inline float sum(floats v) {
+  float total = 0;
+  for (int i = 0; i < W; i++) total += v[i];
+  return total;
+}
+
+// e^x by range reduction and a polynomial of degree 6 (error below 2 units in the last place); 0 for very small x.
+inline floats exp_of(floats x) {
+  ints is_tiny = x < -87.0f;
+  floats n = x * 1.44269504f;
+  ints whole = __builtin_convertvector(n + (floats)(((words)n & 0x80000000u) | 0x3F000000u), ints);  // to the nearest
+  floats k = __builtin_convertvector(whole, floats);
+  floats r = x - k * 0.693359375f + k * 2.12194440e-4f;
+  floats y = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r +
+              1.6666665459e-1f) * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  floats result = y * (floats)((words)(whole + 127) << 23);
+  return (floats)(~(words)is_tiny & (words)result);
+}
+
+// Dot products of MT rows of x with NT rows of w over k values; k is a multiple of W (of 2 W with bf16 instructions).
+template <int MT, int NT>
+inline void dot_tile(const bf16* x, const bf16* w, long k, float* out /* [MT][NT] */) {
+#ifdef __AVX512BF16__
+  __m512 acc[MT][NT];
+  for (int m = 0; m < MT; m++)
+    for (int n = 0; n < NT; n++) acc[m][n] = _mm512_setzero_ps();
+  long i = 0;
+  for (; i + 32 <= k; i += 32) {
+    __m512bh b[NT];
+    for (int n = 0; n < NT; n++) b[n] = (__m512bh)_mm512_loadu_si512(w + n * k + i);
+    for (int m = 0; m < MT; m++) {
+      __m512bh a = (__m512bh)_mm512_loadu_si512(x + m * k + i);
+      for (int n = 0; n < NT; n++) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], a, b[n]);
+    }
+  }
+  for (int m = 0; m < MT; m++)
+    for (int n = 0; n < NT; n++) {
+      float total = _mm512_reduce_add_ps(acc[m][n]);
+      if (i < k) total += sum(load(x + m * k + i) * load(w + n * k + i));
+      out[m * NT + n] = total;
+    }
+#else
+  floats acc[MT][NT] = {};
+  for (long i = 0; i < k; i += W) {
+    floats b[NT];
+    for (int n = 0; n < NT; n++) b[n] = load(w + n * k + i);
+    for (int m = 0; m < MT; m++) {
+      floats a = load(x + m * k + i);
+      for (int n = 0; n < NT; n++) acc[m][n] += a * b[n];
+    }
+  }
+  for (int m = 0; m < MT; m++)
+    for (int n = 0; n < NT; n++) out[m * NT + n] = sum(acc[m][n]);
+#endif
+}
+
+template <int MT, int NT>
+inline void linear_tile(const bf16* x, const bf16* w, const bf16* bias, bf16* y, long k, long n_all) {
+  float out[MT * NT];
+  dot_tile<MT, NT>(x, w, k, out);
+  for (int m = 0; m < MT; m++)
+    for (int n = 0; n < NT; n++) {
+      float value = out[m * NT + n] + (bias ? get(bias + n) : 0.0f);
+      floats wide = {value};
+      y[m * n_all + n].bits = uint16_t(round_bits(wide)[0]);
+    }
+}
+
+// y [m, n] = x [m, k] w^T [n, k] + bias: the rows of w are shared out, each is read once for up to four rows of x.
+void linear(const bf16* x, const bf16* w, const bf16* bias, bf16* y, long m, long n, long k, int threads) {
+  constexpr int NT = 4;
+  long blocks = n / NT;
+#pragma omp parallel for num_threads(threads) schedule(static) if (n * k > 1 << 16)
+  for (long block = 0; block < blocks + (n % NT ? 1 : 0); block++) {
+    long first = block * NT;
+    if (block == blocks) {  // what NT does not divide
+      for (long j = first; j < n; j++)
+        for (long i = 0; i < m; i++) linear_tile<1, 1>(x + i * k, w + j * k, bias ? bias + j : nullptr, y + i * n + j, k, n);
+      continue;
+    }
+    const bf16* rows = w + first * k;
+    const bf16* b = bias ? bias + first : nullptr;
+    long i = 0;
+    for (; i + 4 <= m; i += 4) linear_tile<4, NT>(x + i * k, rows, b, y + i * n + first, k, n);
+    if (m - i == 3) linear_tile<3, NT>(x + i * k, rows, b, y + i * n + first, k, n);
+    if (m - i == 2) linear_tile<2, NT>(x + i * k, rows, b, y + i * n + first, k, n);
+    if (m - i == 1) linear_tile<1, NT>(x + i * k, rows, b, y + i * n + first, k, n);
+  }
+}
+
+#ifdef __AMX_BF16__
+// The same with the matrix unit, as y^T = w x^T, so that w is read as it lies: each tile product takes 16 rows of w and 32
+// values of k. x comes packed: for each 16 of its rows and 32 of k, 16 pairs of k, each with its value of all 16 rows.
+constexpr int TILE = 16, TILE_K = 32, MIN_TILE_ROWS = 1;
+
+bool may_use_tiles() {
+  constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM: the kernel grants the large register state
+  static const bool is_granted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+  return is_granted;
+}
+
+struct TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+std::vector<uint32_t> pack_rows(const bf16* x, long m, long k) {
+  const __m512i down = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+  long blocks = (m + TILE - 1) / TILE, pairs = k / 2;
+  std::vector<uint32_t> packed(blocks * pairs * TILE);
+  for (long row = 0; row < m; row++)
+    for (long pair = 0; pair < pairs; pair += TILE)
+      _mm512_i32scatter_epi32(&packed[(row / TILE * pairs + pair) * TILE + row % TILE], down,
+                              _mm512_loadu_si512(x + row * k + 2 * pair), 4);
+  return packed;
+}
+
+// 16 * NB rows of w with 16 * MB rows of x. Accumulators are tiles 0 to 3, w is in 4 and 5, x in 6 and 7.
+template <int NB, int MB>
+inline void multiply_tiles(const uint32_t* packed, const bf16* w, const bf16* bias, bf16* y, long m, long n, long k) {
+  long x_block = k / 2 * TILE;
+  _tile_zero(0);
+  if (MB > 1) _tile_zero(1);
+  if (NB > 1) _tile_zero(2);
+  if (NB > 1 && MB > 1) _tile_zero(3);
+  for (long i = 0; i < k; i += TILE_K) {
+    const uint32_t* x = packed + i / 2 * TILE;
+    // The rows after these are wanted next: while memory sends them, these are multiplied.
+    const char* next = (const char*)(w + NB * TILE * k) + i * NB * TILE * 2;
+    for (int line = 0; line < NB * TILE; line++) _mm_prefetch(next + line * 64, _MM_HINT_T1);
+    _tile_loadd(4, w + i, 2 * k);
+    _tile_loadd(6, x, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (MB > 1) {
+      _tile_loadd(7, x + x_block, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (NB > 1) {
+      _tile_loadd(5, w + TILE * k + i, 2 * k);
+      _tile_dpbf16ps(2, 5, 6);
+      if (MB > 1) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  alignas(64) float out[NB][MB][TILE][TILE];  // [row of w][row of x]
+  const __m512i down = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+  _tile_stored(0, out[0][0], 64);
+  if (MB > 1) _tile_stored(1, out[0][MB - 1], 64);
+  if (NB > 1) _tile_stored(2, out[NB - 1][0], 64);
+  if (NB > 1 && MB > 1) _tile_stored(3, out[NB - 1][MB - 1], 64);
+  for (int a = 0; a < NB; a++)
+    for (long row = 0; row < m; row++) {
+      floats column = (floats)_mm512_i32gather_ps(down, &out[a][row / TILE][0][row % TILE], 4);
+      if (bias) column += load(bias + a * TILE);
+      store(y + row * n + a * TILE, column);
+    }
+}
+
+template <int NB>
+inline void multiply_rows(const uint32_t* packed, const bf16* w, const bf16* bias, bf16* y, long m, long n, long k) {
+  for (long row = 0; row < m; row += 2 * TILE) {
+    const uint32_t* x = packed + row * (k / 2);
+    if (m - row > TILE)
+      multiply_tiles<NB, 2>(x, w, bias, y + row * n, std::min<long>(m - row, 2 * TILE), n, k);
+    else
+      multiply_tiles<NB, 1>(x, w, bias, y + row * n, m - row, n, k);
+  }
+}
+
+void linear_in_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, long m, long n, long k, int threads) {
+  std::vector<uint32_t> packed = pack_rows(x, m, k);
+  long blocks = (n + 2 * TILE - 1) / (2 * TILE);
+#pragma omp parallel num_threads(threads)
+  {
+    TileShapes shapes;
+    _tile_loadconfig(&shapes);
+#pragma omp for schedule(static)
+    for (long block = 0; block < blocks; block++) {
+      long first = block * 2 * TILE;
+      const bf16* b = bias ? bias + first : nullptr;
+      if (n - first > TILE)
+        multiply_rows<2>(packed.data(), w + first * k, b, y + first, m, n, k);
+      else
+        multiply_rows<1>(packed.data(), w + first * k, b, y + first, m, n, k);
+    }
+    _tile_release();
+  }
+}
+#endif
+
+// One row: out = round(x / rms(x)) * weight.
+template <typename T>
+inline void norm_row(const T* x, const T* weight, T* out, long size, float eps) {
+  floats squares = {};
+  for (long i = 0; i < size; i += W) {
+    floats v = load(x + i);
+    squares += v * v;
+  }
+  float scale = 1.0f / sqrtf(sum(squares) / size + eps);
+  for (long i = 0; i < size; i += W) store(out + i, rounded(load(x + i) * scale, out) * load(weight + i));
+}
+
+template <typename T>
+void norm(const T* x, const T* residual, const T* weight, T* total, T* out, long rows, long size, float eps, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > 1 << 15)
+  for (long row = 0; row < rows; row++) {
+    const T* source = x + row * size;
+    if (residual) {
+      T* sums = total + row * size;
+      for (long i = 0; i < size; i += W) store(sums + i, load(source + i) + load(residual + row * size + i));
+      source = sums;
+    }
+    norm_row(source, weight, out + row * size, size, eps);
+  }
+}
+
+template <typename T>
+void silu_mul(const T* gate_up, T* out, long rows, long size, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * size > 1 << 14)
+  for (long row = 0; row < rows; row++) {
+    const T *gate = gate_up + row * 2 * size, *up = gate + size;
+    for (long i = 0; i < size; i += W) {
+      floats g = load(gate + i);
+      floats e = exp_of(-(g < 0.0f ? -g : g));  // of -|g|, which cannot overflow
+      floats silu = g * (g < 0.0f ? e : 1.0f + 0.0f * g) / (1.0f + e);
+      store(out + row * size + i, rounded(silu, out) * load(up + i));
+    }
+  }
+}
+
+// Rotate the pairs (i, i + dim / 2); `half` is a multiple of W.
+template <typename T>
+inline void rotate(const T* x, const float* cos_sin, T* out, long half) {
+  for (long i = 0; i < half; i += W) {
+    floats low = load(x + i), high = load(x + half + i), c = load(cos_sin + i), s = load(cos_sin + half + i);
+    store(out + i, low * c - high * s);
+    store(out + half + i, high * c + low * s);
+  }
+}
+
+template <typename T>
+void rope_append(const T* qkv, const T* q_weight, const T* k_weight, float eps, const float* table, const int64_t* positions,
+                 T* k_cache, T* v_cache, const int64_t* locations, T* query, long tokens, long heads, long kv_heads, long dim,
+                 int threads) {
+  long row_size = (heads + 2 * kv_heads) * dim;
+#pragma omp parallel for num_threads(threads) schedule(static) if (tokens * row_size > 1 << 14)
+  for (long token = 0; token < tokens; token++) {
+    const T* row = qkv + token * row_size;
+    const float* cos_sin = table + positions[token] * dim;
+    T normed[1024];
+    for (long head = 0; head < heads + kv_heads; head++) {
+      const T* x = row + head * dim;
+      const T* weight = head < heads ? q_weight : k_weight;
+      if (weight) {
+        norm_row(x, weight, normed, dim, eps);
+        x = normed;
+      }
+      T* out = head < heads ? query + (token * heads + head) * dim
+                            : k_cache + (locations[token] * kv_heads + head - heads) * dim;
+      rotate(x, cos_sin, out, dim / 2);
+    }
+    memcpy(v_cache + locations[token] * kv_heads * dim, row + (heads + kv_heads) * dim, kv_heads * dim * sizeof(T));
+  }
+}
+
+// What a thread of `attend` keeps: scores of each query head of a group, and the group's queries and sums in fp32.
+struct Scratch {
+  std::vector<float> scores, query, out;
+};
+
+template <typename T>
+void attend(const T* query, const T* k_cache, const T* v_cache, const int32_t* page_table, const int32_t* lengths,
+            const int32_t* slots, T* out, long rows, long max_pages, long page_size, long heads, long kv_heads, long dim,
+            float scale, long window, int threads) {
+  long group = heads / kv_heads;
+#pragma omp parallel num_threads(threads)
+  {
+    Scratch scratch;
+    scratch.query.resize(group * dim);
+    scratch.out.resize(group * dim);
+#pragma omp for schedule(dynamic)
+    for (long task = 0; task < rows * kv_heads; task++) {
+      long row = task / kv_heads, head = task % kv_heads, slot = slots ? slots[row] : row;
+      long end = lengths[slot], start = window && end > window ? end - window : 0, count = end - start;
+      const int32_t* pages = page_table + slot * max_pages;
+      const T* q = query + (row * heads + head * group) * dim;
+      long stride = (count + W - 1) / W * W;
+      if (long(scratch.scores.size()) < group * stride) scratch.scores.resize(group * stride);
+      for (long i = 0; i < group * dim; i += W) store(&scratch.query[i], load(q + i) * scale);
+      for (long t = 0; t < count; t++) {
+        long position = start + t;
+        const T* k = k_cache + ((pages[position / page_size] * page_size + position % page_size) * kv_heads + head) * dim;
+        for (long g = 0; g < group; g++) {
+          floats acc = {};
+          for (long i = 0; i < dim; i += W) acc += load(k + i) * load(&scratch.query[g * dim + i]);
+          scratch.scores[g * stride + t] = sum(acc);
+        }
+      }
+      for (long g = 0; g < group; g++) {
+        float* scores = &scratch.scores[g * stride];
+        for (long t = count; t < stride; t++) scores[t] = -INFINITY;
+        float highest = -INFINITY;
+        for (long t = 0; t < count; t++) highest = scores[t] > highest ? scores[t] : highest;
+        floats total = {};
+        for (long t = 0; t < stride; t += W) {
+          floats e = exp_of(load(scores + t) - highest);
+          store(scores + t, e);
+          total += e;
+        }
+        float inverse = 1.0f / sum(total);
+        for (long t = 0; t < stride; t += W) store(scores + t, load(scores + t) * inverse);
+      }
+      std::fill(scratch.out.begin(), scratch.out.end(), 0.0f);
+      for (long t = 0; t < count; t++) {
+        long position = start + t;
+        const T* v = v_cache + ((pages[position / page_size] * page_size + position % page_size) * kv_heads + head) * dim;
+        for (long g = 0; g < group; g++) {
+          float weight = scratch.scores[g * stride + t];
+          float* sums = &scratch.out[g * dim];
+          for (long i = 0; i < dim; i += W) store(sums + i, load(sums + i) + weight * load(v + i));
+        }
+      }
+      T* result = out + (row * heads + head * group) * dim;
+      for (long i = 0; i < group * dim; i += W) store(result + i, load(&scratch.out[i]));
+    }
+  }
+}
+
+}  // namespace
+
+#define EXPORT(T, NAME)                                                                                                     \
+  extern "C" void norm_##NAME(const T* x, const T* residual, const T* weight, T* total, T* out, long rows, long size,       \
+                              float eps, int threads) {                                                                     \
+    norm(x, residual, weight, total, out, rows, size, eps, threads);                                                        \
+  }                                                                                                                         \
+  extern "C" void silu_mul_##NAME(const T* gate_up, T* out, long rows, long size, int threads) {                            \
+    silu_mul(gate_up, out, rows, size, threads);                                                                            \
+  }                                                                                                                         \
+  extern "C" void rope_append_##NAME(const T* qkv, const T* q_weight, const T* k_weight, float eps, const float* table,     \
+                                     const int64_t* positions, T* k_cache, T* v_cache, const int64_t* locations, T* query,  \
+                                     long tokens, long heads, long kv_heads, long dim, int threads) {                       \
+    rope_append(qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, locations, query, tokens, heads,          \
+                kv_heads, dim, threads);                                                                                    \
+  }                                                                                                                         \
+  extern "C" void attend_##NAME(const T* query, const T* k_cache, const T* v_cache, const int32_t* page_table,              \
+                                const int32_t* lengths, const int32_t* slots, T* out, long rows, long max_pages,            \
+                                long page_size, long heads, long kv_heads, long dim, float scale, long window,              \
+                                int threads) {                                                                              \
+    attend(query, k_cache, v_cache, page_table, lengths, slots, out, rows, max_pages, page_size, heads, kv_heads, dim,      \
+           scale, window, threads);                                                                                         \
+  }
+EXPORT(bf16, bf16)
+EXPORT(float, f32)
+
+extern "C" void linear_bf16(const bf16* x, const bf16* w, const bf16* bias, bf16* y, long m, long n, long k, int threads) {
+#ifdef __AMX_BF16__
+  if (m >= MIN_TILE_ROWS && n % TILE == 0 && k % TILE_K == 0 && may_use_tiles())
+    return linear_in_tiles(x, w, bias, y, m, n, k, threads);
+#endif
+  linear(x, w, bias, y, m, n, k, threads);
+}
+
+// Whether `linear_bf16` has a matrix unit to use.
+extern "C" int has_tiles() {
+#ifdef __AMX_BF16__
+  return may_use_tiles();
+#else
+  return 0;
+#endif
+}
