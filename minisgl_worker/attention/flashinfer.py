@@ -68,7 +68,7 @@ class FlashInferAttention:
             lists = join(list_decode_pages(batch.host, setup.page_size), lists)
         starts = query_indptr(batch.num_decode, batch.prefills)
         longest = int(np.diff(starts).max())
-        arguments = [_pinned(array) for array in (starts, lists.indptr, lists.indices, lists.last_page_len)]
+        arguments = [self._on_host(array) for array in (starts, lists.indptr, lists.indices, lists.last_page_len)]
         for window, wrapper in self._eager.items():
             self._memory[window].plan(
                 wrapper,
@@ -84,7 +84,7 @@ class FlashInferAttention:
         setup, num_rows = self._setup, len(rows.slots)
         lists = list_decode_pages(rows, setup.page_size)
         packed = pack_lists(lists, setup.max_rows)
-        self._lists[: len(packed)].copy_(_pinned(packed), non_blocking=True)
+        self._lists[: len(packed)].copy_(self._on_host(packed), non_blocking=True)
         indptr, last_page_len = torch.from_numpy(lists.indptr), torch.from_numpy(lists.last_page_len)
         indices = self._lists[self._header : len(packed)]
         for window, memory in self._memory.items():
@@ -107,6 +107,11 @@ class FlashInferAttention:
         wrapper = self._current[self._setup.layer_windows[layer]]
         return wrapper.run(query, batch.kv.layer(layer), out=torch.empty_like(query))
 
+    def _on_host(self, array: NDArray[np.int32]) -> Tensor:
+        """A tensor that the device can copy while the host goes on."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self._setup.device.type == "cuda" else tensor
+
     def _make_replayed(self, num_rows: int) -> BatchDecodeWithPagedKVCacheWrapper:
         """A wrapper for graphs of `num_rows` rows. All of them read their lists in the same place."""
         last_page_len = self._lists[PageLists.last_page_len_at(self._setup.max_rows) :]
@@ -124,7 +129,7 @@ class _PlanMemory:
 
     def __init__(self, device: torch.device):
         self._on_device = torch.zeros(PLAN_BYTES, dtype=torch.uint8, device=device)
-        self._on_host: deque[_HostPlan] = deque(_HostPlan() for _ in range(NUM_PLANS))
+        self._on_host: deque[_HostPlan] = deque(_HostPlan(device.type == "cuda") for _ in range(NUM_PLANS))
 
     def plan(
         self,
@@ -134,19 +139,23 @@ class _PlanMemory:
         """Have `plan` make the wrapper's plan here. The device may still be copying an earlier one from the host."""
         host = self._on_host[0]
         self._on_host.rotate(-1)
-        host.is_free.synchronize()
+        if host.is_free is not None:
+            host.is_free.synchronize()
+        for name in ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer"):
+            assert hasattr(wrapper, name), f"this version of FlashInfer has no {name}: plans would overwrite each other"
         wrapper._int_workspace_buffer = self._on_device
         wrapper._pin_memory_int_workspace_buffer = host.memory
         plan()
-        host.is_free.record()
+        if host.is_free is not None:
+            host.is_free.record()
 
 
 class _HostPlan:
-    """Pinned memory for one plan, and the event after which it may be written again."""
+    """Pinned memory for one plan, and the event after which it may be written again. Without a GPU, plain memory."""
 
-    def __init__(self) -> None:
-        self.memory = torch.zeros(PLAN_BYTES, dtype=torch.uint8, pin_memory=True)
-        self.is_free = torch.cuda.Event()
+    def __init__(self, is_cuda: bool) -> None:
+        self.memory = torch.zeros(PLAN_BYTES, dtype=torch.uint8, pin_memory=is_cuda)
+        self.is_free = torch.cuda.Event() if is_cuda else None
 
 
 def build_kernels(setup: AttentionSetup, kernels: str) -> None:
@@ -162,7 +171,3 @@ def build_kernels(setup: AttentionSetup, kernels: str) -> None:
 def _window_left(window: int | None) -> int:
     """FlashInfer counts the tokens before the current one."""
     return -1 if window is None else window - 1
-
-
-def _pinned(array: NDArray[np.int32]) -> Tensor:
-    return torch.from_numpy(array).pin_memory()
