@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.protocol import Admit, Sampling, Step
-from minisgl_worker.attention.base import ForwardBatch, PrefillRow
+from minisgl_worker.attention.base import ForwardBatch, HostRows, PrefillRow
 from minisgl_worker.kv_cache import KVCache
 
 
@@ -108,6 +108,7 @@ class SlotState:
             decode_slots=None,
             prefills=self._prefill_rows(prefills, len(decode), kv.page_size),
             sampling_rows=self._to_device(np.concatenate([np.arange(len(decode)), chunk_ends[last_chunk] - 1])),
+            host=HostRows(first + 1, self.page_table, decode),
         )
         return StepBatch(self._gather_tokens(decode, prefills), forward, sampling_slots, self.seq_lens[sampling_slots])
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl_worker.attention.base import AttentionBackend, ForwardBatch
+from minisgl_worker.attention.base import AttentionBackend, ForwardBatch, HostRows
 from minisgl_worker.batch import SlotState
 from minisgl_worker.kernels.sampling import sample
 from minisgl_worker.kernels.step import DIFF_HEADER, DeviceSlots, StepInputs, begin_step, diff_size, finish_step
@@ -77,6 +77,7 @@ class DecodeGraphs:
         self.max_rows = buckets[-1]
         page_table = torch.zeros(slots.page_table.shape, dtype=torch.int32, device=device)
         page_table[-1] = kv.dummy_page
+        slots.page_table[-1] = kv.dummy_page
         seq_lens = torch.ones(len(slots.seq_lens), dtype=torch.int32, device=device)
         self._state = DeviceSlots(slots.last_token, seq_lens, page_table, slots.temperature, slots.seeds)
         self._diff = torch.zeros(diff_size(self.max_rows), dtype=torch.int32, device=device)
@@ -115,6 +116,7 @@ class DecodeGraphs:
         self._diff.copy_(staging.host, non_blocking=True)
         if staging.is_free is not None:
             staging.is_free.record()
+        self._plan_replay(view[DIFF_HEADER : DIFF_HEADER + bucket])
         graph = self._graphs[bucket]
         graph.replay()
         return graph
@@ -142,6 +144,7 @@ class DecodeGraphs:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            self._plan_replay(np.full(size, self._slots.num_slots))
             step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -153,6 +156,7 @@ class DecodeGraphs:
         """The step without a graph: the twin that tests run on a CPU."""
         inputs = StepInputs.empty(size, self._diff.device)
         out = torch.zeros(size, dtype=torch.int32)
+        self._plan_replay(np.full(size, self._slots.num_slots))
         logits, tokens = self._step(inputs, out)
 
         def replay() -> None:
@@ -161,6 +165,11 @@ class DecodeGraphs:
             tokens.copy_(new_tokens)
 
         return _Graph(inputs, logits, tokens, out, replay)
+
+    def _plan_replay(self, rows: NDArray[np.integer]) -> None:
+        """Let the backend do its host's part for the step of these slots, whose next token is not counted in yet."""
+        slots = rows.astype(np.int64)
+        self._backend.plan_replay(HostRows(self._slots.seq_lens[slots] + 1, self._slots.page_table, slots))
 
     def _step(self, inputs: StepInputs, out: Tensor) -> tuple[Tensor, Tensor]:
         """The whole step for the rows of `inputs`: (logits, tokens)."""

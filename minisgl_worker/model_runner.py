@@ -13,6 +13,7 @@ from minisgl.errors import ModelLoadError
 from minisgl.model_folder import ModelFolder, resolve_model
 from minisgl.protocol import Result, Step
 from minisgl_worker.attention import make_backend
+from minisgl_worker.attention.base import AttentionSetup
 from minisgl_worker.batch import SlotState
 from minisgl_worker.cuda_graph import DecodeGraphs, choose_buckets
 from minisgl_worker.kv_cache import KVCache
@@ -60,9 +61,11 @@ class ModelRunner:
         self.max_seq_len = min(config.max_seq_len or 2**31, model.max_position_embeddings)
         num_heads = group.share(model.num_heads, "attention heads")
         num_kv_heads, _ = share_kv_heads(model.num_kv_heads, group)
-        self._backend_name, self._backend = make_backend(
-            config.attention_pair(), model, num_heads, num_kv_heads, config.max_running_req, self.device
-        )
+        setup = AttentionSetup(
+            num_heads, num_kv_heads, model.head_dim, model.layer_windows, self.dtype, config.page_size,
+            config.max_running_req, self.max_seq_len, self.device,
+        )  # fmt: skip
+        self._backend_name, self._backend = make_backend(config.attention_pair(), setup)
         table = build_rotary_table(model, self.max_seq_len, self.dtype, self.device)
         place = Place(group, self.dtype, self.device)
         self._model = MODELS[model.architecture](model, table, self._backend, place)

@@ -3,9 +3,41 @@
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl_worker.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSetup:
+    """What a backend is made for: one rank's share of a model, its cache, and the largest batch."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layer_windows: tuple[int | None, ...]  # [num_layers], None = full attention
+    dtype: torch.dtype
+    page_size: int
+    max_rows: int  # decode rows of one batch
+    max_seq_len: int
+    device: torch.device
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Each window size of the model once."""
+        return tuple(dict.fromkeys(self.layer_windows))
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """What the host knows of a batch's decode rows, for backends that plan there. Views, good until the next step."""
+
+    seq_lens: NDArray[np.int64]  # [num_rows], the current token included
+    page_table: NDArray[np.int32]  # [num_table_rows, max_pages]
+    slots: NDArray[np.int64]  # [num_rows] the table row of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +65,7 @@ class ForwardBatch:
     sampling_rows: (
         Tensor | None
     )  # [num_sampling_rows] i64: rows to sample after, decode rows then last chunks; None = all
+    host: HostRows | None = None  # of the decode rows; None inside a graph, which serves rows yet to come
 
     def decode_part(self) -> "ForwardBatch":
         """The decode rows alone, as attention sees them."""
@@ -48,7 +81,15 @@ class AttentionBackend(Protocol):
     """Attention over the paged cache."""
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Prepare for a batch: called once before its layers. May run on the device; must not wait for it."""
+        """Prepare for a batch: called once before its layers. May run on the device; must not wait for it.
+
+        A graph captures what this launches. What the host itself has to do for a graph belongs in `plan_replay`.
+        """
+        ...
+
+    def plan_replay(self, rows: HostRows) -> None:
+        """Prepare for decode rows that a graph of just that many rows computes: called before its capture with rows of
+        length 1, and before each replay. Must not wait for the device."""
         ...
 
     def attend(self, query: Tensor, layer: int, batch: ForwardBatch) -> Tensor:

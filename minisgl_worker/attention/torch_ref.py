@@ -4,19 +4,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.model_folder import ModelConfig
-from minisgl_worker.attention.base import ForwardBatch, PrefillRow
+from minisgl_worker.attention.base import AttentionSetup, ForwardBatch, HostRows, PrefillRow
 from minisgl_worker.kernels.native import kernels_for
 
 
 class TorchAttention:
     """Gathers each row's pages and attends with torch's own kernel. No loop over tokens, nor over decode rows."""
 
-    def __init__(self, config: ModelConfig):
-        self._windows = config.layer_windows
-        self._scale = config.head_dim**-0.5
+    def __init__(self, setup: AttentionSetup):
+        self._windows = setup.layer_windows
+        self._scale = setup.head_dim**-0.5
 
     def plan(self, batch: ForwardBatch) -> None:
+        """Nothing to prepare."""
+
+    def plan_replay(self, rows: HostRows) -> None:
         """Nothing to prepare."""
 
     def attend(self, query: Tensor, layer: int, batch: ForwardBatch) -> Tensor:

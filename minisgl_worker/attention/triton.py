@@ -4,8 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.model_folder import ModelConfig
-from minisgl_worker.attention.base import ForwardBatch
+from minisgl_worker.attention.base import AttentionSetup, ForwardBatch, HostRows
 from minisgl_worker.kernels.decode_attention_triton import DecodePlan, decode_attention
 from minisgl_worker.kernels.prefill_attention_triton import plan_prefill, prefill_attention
 
@@ -13,13 +12,15 @@ from minisgl_worker.kernels.prefill_attention_triton import plan_prefill, prefil
 class TritonAttention:
     """Decode rows by split-KV attention, with one plan for each window size of the model; prefill rows by tiles."""
 
-    def __init__(self, config: ModelConfig, num_heads: int, num_kv_heads: int, max_rows: int, device: torch.device):
-        self._windows = config.layer_windows
-        self._scale = config.head_dim**-0.5
-        self._device = device
+    def __init__(self, setup: AttentionSetup):
+        self._windows = setup.layer_windows
+        self._scale = setup.head_dim**-0.5
+        self._device = setup.device
         self._plans = {
-            window: DecodePlan(max_rows, num_heads, num_kv_heads, config.head_dim, device, window)
-            for window in dict.fromkeys(config.layer_windows)
+            window: DecodePlan(
+                setup.max_rows, setup.num_heads, setup.num_kv_heads, setup.head_dim, setup.device, window
+            )
+            for window in setup.windows
         }
         self._tiles: Tensor | None = None  # [num_tiles, 4] i32
         self._prefill_table: Tensor | None = None  # [num_prefill_rows, max_pages] i32
@@ -35,6 +36,9 @@ class TritonAttention:
                 table[i, : len(row.page_ids)] = row.page_ids
             self._tiles = self._to_device(plan_prefill(rows))
             self._prefill_table = self._to_device(torch.from_numpy(table))
+
+    def plan_replay(self, rows: HostRows) -> None:
+        """Nothing to prepare: the graph plans on the device."""
 
     def attend(self, query: Tensor, layer: int, batch: ForwardBatch) -> Tensor:
         k_cache, v_cache = batch.kv.layer(layer)

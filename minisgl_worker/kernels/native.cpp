@@ -65,10 +65,13 @@ inline void store(bf16* p, floats v) {
 inline floats rounded(floats v, const float*) { return v; }
 inline floats rounded(floats v, const bf16*) { return (floats)(round_bits(v) << 16); }
 
+// By halves: one after the other, the additions would wait for each other.
 inline float sum(floats v) {
-  float total = 0;
-  for (int i = 0; i < W; i++) total += v[i];
-  return total;
+  float part[W];
+  memcpy(part, &v, sizeof v);
+  for (int size = W / 2; size; size /= 2)
+    for (int i = 0; i < size; i++) part[i] += part[i + size];
+  return part[0];
 }
 
 // e^x by range reduction and a polynomial of degree 6 (error below 2 units in the last place); 0 for very small x.
@@ -236,6 +239,12 @@ inline void multiply_rows(const uint32_t* packed, const bf16* w, const bf16* bia
 }
 
 void linear_in_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, long m, long n, long k, int threads) {
+  constexpr long CHUNK = 512;  // rows whose packed values stay in the cache while w passes by
+  if (m > CHUNK) {
+    for (long row = 0; row < m; row += CHUNK)
+      linear_in_tiles(x + row * k, w, bias, y + row * n, std::min(m - row, CHUNK), n, k, threads);
+    return;
+  }
   std::vector<uint32_t> packed = pack_rows(x, m, k);
   long blocks = (n + 2 * TILE - 1) / (2 * TILE);
 #pragma omp parallel num_threads(threads)
@@ -331,12 +340,40 @@ void rope_append(const T* qkv, const T* q_weight, const T* k_weight, float eps, 
   }
 }
 
-// What a thread of `attend` keeps: scores of each query head of a group, and the group's queries and sums in fp32.
+// What a thread of `attend` keeps: scores of each query head of a group, and its queries and sums in fp32.
 struct Scratch {
-  std::vector<float> scores, query, out;
+  std::vector<float> scores, query, sums;
 };
 
-template <typename T>
+inline long locate(const int32_t* pages, long position, long page_size) {
+  return pages[position / page_size] * page_size + position % page_size;
+}
+
+// VECTORS is dim / W where that is known when compiled, so that sums stay in registers; else 0.
+template <int VECTORS, typename T>
+inline float dot(const float* query, const T* k, long dim) {
+  floats acc = {};
+  for (long i = 0; i < (VECTORS ? VECTORS * W : dim); i += W) acc += load(k + i) * load(query + i);
+  return sum(acc);
+}
+
+// out [dim] = the sum over `count` tokens of weights[t] * v.
+template <int VECTORS, typename T>
+inline void weigh(const float* weights, const T* v_cache, const int32_t* pages, long start, long count, long page_size,
+                  long token_size, float* sums, T* out, long dim) {
+  floats acc[VECTORS ? VECTORS : 1] = {};
+  if (!VECTORS) std::fill(sums, sums + dim, 0.0f);
+  for (long t = 0; t < count; t++) {
+    const T* v = v_cache + locate(pages, start + t, page_size) * token_size;
+    if (VECTORS)
+      for (int i = 0; i < VECTORS; i++) acc[i] += weights[t] * load(v + i * W);
+    else
+      for (long i = 0; i < dim; i += W) store(sums + i, load(sums + i) + weights[t] * load(v + i));
+  }
+  for (long i = 0; i < dim / W; i++) store(out + i * W, VECTORS ? acc[i] : load(sums + i * W));
+}
+
+template <int VECTORS, typename T>
 void attend(const T* query, const T* k_cache, const T* v_cache, const int32_t* page_table, const int32_t* lengths,
             const int32_t* slots, T* out, long rows, long max_pages, long page_size, long heads, long kv_heads, long dim,
             float scale, long window, int threads) {
@@ -345,7 +382,7 @@ void attend(const T* query, const T* k_cache, const T* v_cache, const int32_t* p
   {
     Scratch scratch;
     scratch.query.resize(group * dim);
-    scratch.out.resize(group * dim);
+    scratch.sums.resize(dim);
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < rows * kv_heads; task++) {
       long row = task / kv_heads, head = task % kv_heads, slot = slots ? slots[row] : row;
@@ -354,18 +391,14 @@ void attend(const T* query, const T* k_cache, const T* v_cache, const int32_t* p
       const T* q = query + (row * heads + head * group) * dim;
       long stride = (count + W - 1) / W * W;
       if (long(scratch.scores.size()) < group * stride) scratch.scores.resize(group * stride);
+      float* scores_of = scratch.scores.data();
       for (long i = 0; i < group * dim; i += W) store(&scratch.query[i], load(q + i) * scale);
       for (long t = 0; t < count; t++) {
-        long position = start + t;
-        const T* k = k_cache + ((pages[position / page_size] * page_size + position % page_size) * kv_heads + head) * dim;
-        for (long g = 0; g < group; g++) {
-          floats acc = {};
-          for (long i = 0; i < dim; i += W) acc += load(k + i) * load(&scratch.query[g * dim + i]);
-          scratch.scores[g * stride + t] = sum(acc);
-        }
+        const T* k = k_cache + (locate(pages, start + t, page_size) * kv_heads + head) * dim;
+        for (long g = 0; g < group; g++) scores_of[g * stride + t] = dot<VECTORS>(&scratch.query[g * dim], k, dim);
       }
       for (long g = 0; g < group; g++) {
-        float* scores = &scratch.scores[g * stride];
+        float* scores = scores_of + g * stride;
         for (long t = count; t < stride; t++) scores[t] = -INFINITY;
         float highest = -INFINITY;
         for (long t = 0; t < count; t++) highest = scores[t] > highest ? scores[t] : highest;
@@ -378,18 +411,9 @@ void attend(const T* query, const T* k_cache, const T* v_cache, const int32_t* p
         float inverse = 1.0f / sum(total);
         for (long t = 0; t < stride; t += W) store(scores + t, load(scores + t) * inverse);
       }
-      std::fill(scratch.out.begin(), scratch.out.end(), 0.0f);
-      for (long t = 0; t < count; t++) {
-        long position = start + t;
-        const T* v = v_cache + ((pages[position / page_size] * page_size + position % page_size) * kv_heads + head) * dim;
-        for (long g = 0; g < group; g++) {
-          float weight = scratch.scores[g * stride + t];
-          float* sums = &scratch.out[g * dim];
-          for (long i = 0; i < dim; i += W) store(sums + i, load(sums + i) + weight * load(v + i));
-        }
-      }
-      T* result = out + (row * heads + head * group) * dim;
-      for (long i = 0; i < group * dim; i += W) store(result + i, load(&scratch.out[i]));
+      for (long g = 0; g < group; g++)
+        weigh<VECTORS>(scores_of + g * stride, v_cache + head * dim, pages, start, count, page_size, kv_heads * dim,
+                       &scratch.sums[0], out + (row * heads + head * group + g) * dim, dim);
     }
   }
 }
@@ -414,7 +438,8 @@ void attend(const T* query, const T* k_cache, const T* v_cache, const int32_t* p
                                 const int32_t* lengths, const int32_t* slots, T* out, long rows, long max_pages,            \
                                 long page_size, long heads, long kv_heads, long dim, float scale, long window,              \
                                 int threads) {                                                                              \
-    attend(query, k_cache, v_cache, page_table, lengths, slots, out, rows, max_pages, page_size, heads, kv_heads, dim,      \
+    auto serve = dim == 64 ? attend<4, T> : dim == 128 ? attend<8, T> : attend<0, T>;                                       \
+    serve(query, k_cache, v_cache, page_table, lengths, slots, out, rows, max_pages, page_size, heads, kv_heads, dim,      \
            scale, window, threads);                                                                                         \
   }
 EXPORT(bf16, bf16)

@@ -1,14 +1,13 @@
 """Attention kernels against their plain twins: compiled on a GPU, or on the CPU where TRITON_INTERPRET=1 is set."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from minisgl_worker.attention.base import ForwardBatch, PrefillRow
+from minisgl_worker.attention.base import AttentionSetup, ForwardBatch, PrefillRow
 from minisgl_worker.attention.triton import TritonAttention
 from minisgl_worker.kernels.decode_attention import decode_attention_reference
 from minisgl_worker.kernels.decode_attention_triton import DecodePlan, decode_attention
@@ -157,7 +156,7 @@ def test_backend_of_mixed_batch_with_windows_equals_reference(device, has_slots)
     prefills = (PrefillRow(2, 70, 0, host_pages[12:17]), PrefillRow(72, 5, 30, host_pages[17:20]))
     none = torch.zeros(0, dtype=torch.int64)
     batch = ForwardBatch(kv, none, none, 2, table, lengths, slots, prefills, none)
-    backend = TritonAttention(SimpleNamespace(layer_windows=(None, 24), head_dim=64), 4, 2, 8, device)
+    backend = TritonAttention(AttentionSetup(4, 2, 64, (None, 24), DTYPE, 16, 8, 640, device))
     query = torch.randn(77, 4, 64, dtype=DTYPE)
     backend.plan(batch)
     for layer, window in ((0, None), (1, 24)):

@@ -102,6 +102,28 @@ def test_steps_without_the_host_waiting_equal_steps_one_by_one(with_graphs, plai
         plain.execute = execute
 
 
+@pytest.mark.parametrize("name", ["fi", "triton"])
+def test_steps_launched_ahead_of_a_busy_device_equal_steps_one_by_one(folder: Path, name: str) -> None:
+    """What the host prepares for a step must not reach into the steps before it, which have not run yet."""
+    runner = make_runner(folder, attention_backend=name, dtype="bfloat16", cuda_graph_bs=[1, 2, 4, 8])
+    execute = runner.execute
+
+    def hold_up(step):
+        if step.step_id == 1:
+            torch.cuda._sleep(300_000_000)
+        return execute(step)
+
+    def wait(step):
+        handle = execute(step)
+        torch.cuda.synchronize()
+        return handle
+
+    runner.execute = hold_up
+    ahead = run(runner, 6, num_steps=40)
+    runner.execute = wait
+    assert run(runner, 6, num_steps=40) == ahead
+
+
 def test_pool_is_sized_to_the_memory_that_is_left(folder: Path) -> None:
     runner = make_runner(folder, num_pages=None, memory_ratio=0.5, max_running_req=256, max_seq_len=512)
     assert runner.num_pages == 256 * 32, "all requests at full length fit, and no more is taken"

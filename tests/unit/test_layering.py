@@ -27,7 +27,11 @@ FRONTEND = (
 )
 WORKER = ("minisgl_worker", "minisgl_worker.*")
 # Modules of the worker whose libraries a machine without a GPU may lack: others import them only when they use them.
-OPTIONAL = ("minisgl_worker.kernels.*_triton", "minisgl_worker.attention.triton", "minisgl_worker.attention.flashinfer")
+OPTIONAL = (
+    "minisgl_worker.kernels.*_triton",
+    *("minisgl_worker.attention.triton", "minisgl_worker.attention.flashinfer", "minisgl_worker.attention.xqa"),
+    "minisgl_worker.attention.jit",
+)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minisgl.config import EngineConfig
+from minisgl_worker.attention.base import AttentionBackend, ForwardBatch, HostRows
 from minisgl_worker.cuda_graph import DecodeGraphs, choose_buckets
 from minisgl_worker.model_runner import ModelRunner
 from tests.worker.checkpoints import GREEDY, make_admit, make_step, read_tokens, write_checkpoint
@@ -86,3 +87,44 @@ def test_default_buckets_waste_few_rows() -> None:
     buckets = choose_buckets(1000, None, None)
     assert buckets[0] == 1 and buckets[-1] == 256
     assert all(after - before <= 16 for before, after in pairwise(buckets))
+
+
+class HostRowsChecker:
+    """The plain backend, which compares what the host says of the rows of each step with what the device then holds."""
+
+    def __init__(self, plain: AttentionBackend):
+        self._plain = plain
+        self._rows: list[tuple[int, list[int]]] = []
+        self.seen: list[list[int]] = []  # lengths of each replayed step's rows
+
+    def plan_replay(self, rows: HostRows) -> None:
+        self._rows = [
+            (int(length), rows.page_table[slot, : -(-length // 4)].tolist())
+            for length, slot in zip(rows.seq_lens, rows.slots, strict=True)
+        ]
+        self.seen.append(rows.seq_lens.tolist())
+
+    def plan(self, batch: ForwardBatch) -> None:
+        if batch.decode_slots is None:
+            assert batch.host is not None
+            self.plan_replay(batch.host)
+        slots = range(batch.num_decode) if batch.decode_slots is None else batch.decode_slots.tolist()
+        lengths, table = batch.decode_seq_lens.tolist(), batch.decode_page_table.tolist()
+        assert self._rows == [(lengths[slot], table[slot][: -(-lengths[slot] // 4)]) for slot in slots]
+
+    def attend(self, query: torch.Tensor, layer: int, batch: ForwardBatch) -> torch.Tensor:
+        return self._plain.attend(query, layer, batch)
+
+
+def test_host_rows_of_every_step_equal_the_devices_state(folder: Path) -> None:
+    """A plan made of old lengths or pages would give wrong results without any sign of it."""
+    for with_graphs in (False, True):
+        runner = make_runner(folder, with_graphs=False)
+        checker = runner._backend = HostRowsChecker(runner._backend)
+        if with_graphs:
+            runner._graphs = DecodeGraphs([1, 2, 4], runner._slots, runner.kv, checker, runner._model.forward)
+            with torch.inference_mode():
+                runner._graphs.capture()
+        run_mixed_steps(runner)
+        padded = [lengths for lengths in checker.seen if len(lengths) == 4 and lengths[-1] == 1 < min(lengths[:-1])]
+        assert len(padded) == (4 if with_graphs else 0)

@@ -25,6 +25,7 @@ TIMEOUT_S = 240
         ("test_kernels.py", "not (sample or noise or linear)"),
         ("test_kernels_attention.py", "decode"),
         ("test_kernels_attention.py", "not decode"),
+        ("test_attention_backends.py", "group5-dim128-page1 or alone or windows or pair"),
     ],
 )
 def test_kernels_run_interpreted_equal_their_plain_twins(name, selection):
