@@ -67,11 +67,10 @@ inline floats rounded(floats v, const bf16*) { return (floats)(round_bits(v) << 
 
 // By halves: one after the other, the additions would wait for each other.
 inline float sum(floats v) {
-  float part[W];
-  memcpy(part, &v, sizeof v);
-  for (int size = W / 2; size; size /= 2)
-    for (int i = 0; i < size; i++) part[i] += part[i + size];
-  return part[0];
+  v += __builtin_shuffle(v, ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+  v += __builtin_shuffle(v, ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+  v += __builtin_shuffle(v, ints{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+  return v[0] + v[1];
 }
 
 // e^x by range reduction and a polynomial of degree 6 (error below 2 units in the last place); 0 for very small x.
@@ -340,14 +339,21 @@ void rope_append(const T* qkv, const T* q_weight, const T* k_weight, float eps, 
   }
 }
 
-// What a thread of `attend` keeps: scores of each query head of a group, and its queries and sums in fp32.
+// What a thread of `attend` keeps: scores of some query heads, their queries and sums in fp32, and where each token's K lies.
 struct Scratch {
   std::vector<float> scores, query, sums;
-};
+  std::vector<long> places;
 
-inline long locate(const int32_t* pages, long position, long page_size) {
-  return pages[position / page_size] * page_size + position % page_size;
-}
+  // Tokens start to end of a row: their place in the cache, in values.
+  void find_tokens(const int32_t* pages, long start, long end, long page_size, long token_size) {
+    if (long(places.size()) < end - start) places.resize(end - start);
+    long* place = places.data();
+    for (long page = start / page_size; page * page_size < end; page++) {
+      long first = std::max(page * page_size, start), last = std::min((page + 1) * page_size, end);
+      for (long t = first; t < last; t++) *place++ = (pages[page] * page_size + t - page * page_size) * token_size;
+    }
+  }
+};
 
 // VECTORS is dim / W where that is known when compiled, so that sums stay in registers; else 0.
 template <int VECTORS, typename T>
@@ -359,12 +365,11 @@ inline float dot(const float* query, const T* k, long dim) {
 
 // out [dim] = the sum over `count` tokens of weights[t] * v.
 template <int VECTORS, typename T>
-inline void weigh(const float* weights, const T* v_cache, const int32_t* pages, long start, long count, long page_size,
-                  long token_size, float* sums, T* out, long dim) {
+inline void weigh(const float* weights, const T* v_cache, const long* places, long count, float* sums, T* out, long dim) {
   floats acc[VECTORS ? VECTORS : 1] = {};
   if (!VECTORS) std::fill(sums, sums + dim, 0.0f);
   for (long t = 0; t < count; t++) {
-    const T* v = v_cache + locate(pages, start + t, page_size) * token_size;
+    const T* v = v_cache + places[t];
     if (VECTORS)
       for (int i = 0; i < VECTORS; i++) acc[i] += weights[t] * load(v + i * W);
     else
@@ -373,47 +378,57 @@ inline void weigh(const float* weights, const T* v_cache, const int32_t* pages, 
   for (long i = 0; i < dim / W; i++) store(out + i * W, VECTORS ? acc[i] : load(sums + i * W));
 }
 
+// In place over `count` scores; those up to `stride`, a multiple of W, become 0.
+inline void softmax(float* scores, long count, long stride) {
+  for (long t = count; t < stride; t++) scores[t] = -INFINITY;
+  floats highest = load(scores);
+  for (long t = W; t < stride; t += W) {
+    floats v = load(scores + t);
+    highest = v > highest ? v : highest;
+  }
+  float top = highest[0];
+  for (int i = 1; i < W; i++) top = highest[i] > top ? highest[i] : top;
+  floats total = {};
+  for (long t = 0; t < stride; t += W) {
+    floats e = exp_of(load(scores + t) - top);
+    store(scores + t, e);
+    total += e;
+  }
+  float inverse = 1.0f / sum(total);
+  for (long t = 0; t < stride; t += W) store(scores + t, load(scores + t) * inverse);
+}
+
 template <int VECTORS, typename T>
 void attend(const T* query, const T* k_cache, const T* v_cache, const int32_t* page_table, const int32_t* lengths,
             const int32_t* slots, T* out, long rows, long max_pages, long page_size, long heads, long kv_heads, long dim,
             float scale, long window, int threads) {
-  long group = heads / kv_heads;
+  // A task is a row, as the K of a token lie side by side for all heads; with few rows it is one KV head of a row.
+  long group = heads / kv_heads, parts = rows >= 2 * threads ? 1 : kv_heads, width = kv_heads / parts;
 #pragma omp parallel num_threads(threads)
   {
     Scratch scratch;
-    scratch.query.resize(group * dim);
+    scratch.query.resize(width * group * dim);
     scratch.sums.resize(dim);
 #pragma omp for schedule(dynamic)
-    for (long task = 0; task < rows * kv_heads; task++) {
-      long row = task / kv_heads, head = task % kv_heads, slot = slots ? slots[row] : row;
+    for (long task = 0; task < rows * parts; task++) {
+      long row = task / parts, first = task % parts * width, slot = slots ? slots[row] : row;
       long end = lengths[slot], start = window && end > window ? end - window : 0, count = end - start;
-      const int32_t* pages = page_table + slot * max_pages;
-      const T* q = query + (row * heads + head * group) * dim;
+      scratch.find_tokens(page_table + slot * max_pages, start, end, page_size, kv_heads * dim);
+      const long* places = scratch.places.data();
       long stride = (count + W - 1) / W * W;
-      if (long(scratch.scores.size()) < group * stride) scratch.scores.resize(group * stride);
-      float* scores_of = scratch.scores.data();
-      for (long i = 0; i < group * dim; i += W) store(&scratch.query[i], load(q + i) * scale);
+      if (long(scratch.scores.size()) < width * group * stride) scratch.scores.resize(width * group * stride);
+      float *queries = scratch.query.data(), *scores = scratch.scores.data();
+      const T* q = query + (row * heads + first * group) * dim;
+      for (long i = 0; i < width * group * dim; i += W) store(queries + i, load(q + i) * scale);
       for (long t = 0; t < count; t++) {
-        const T* k = k_cache + (locate(pages, start + t, page_size) * kv_heads + head) * dim;
-        for (long g = 0; g < group; g++) scores_of[g * stride + t] = dot<VECTORS>(&scratch.query[g * dim], k, dim);
+        const T* k = k_cache + places[t] + first * dim;
+        for (long h = 0; h < width * group; k += dim)
+          for (long g = 0; g < group; g++, h++) scores[h * stride + t] = dot<VECTORS>(queries + h * dim, k, dim);
       }
-      for (long g = 0; g < group; g++) {
-        float* scores = scores_of + g * stride;
-        for (long t = count; t < stride; t++) scores[t] = -INFINITY;
-        float highest = -INFINITY;
-        for (long t = 0; t < count; t++) highest = scores[t] > highest ? scores[t] : highest;
-        floats total = {};
-        for (long t = 0; t < stride; t += W) {
-          floats e = exp_of(load(scores + t) - highest);
-          store(scores + t, e);
-          total += e;
-        }
-        float inverse = 1.0f / sum(total);
-        for (long t = 0; t < stride; t += W) store(scores + t, load(scores + t) * inverse);
-      }
-      for (long g = 0; g < group; g++)
-        weigh<VECTORS>(scores_of + g * stride, v_cache + head * dim, pages, start, count, page_size, kv_heads * dim,
-                       &scratch.sums[0], out + (row * heads + head * group + g) * dim, dim);
+      for (long h = 0; h < width * group; h++) softmax(scores + h * stride, count, stride);
+      for (long h = 0; h < width * group; h++)
+        weigh<VECTORS>(scores + h * stride, v_cache + (first + h / group) * dim, places, count, scratch.sums.data(),
+                       out + (row * heads + first * group + h) * dim, dim);
     }
   }
 }
