@@ -15,13 +15,30 @@ from minisgl.errors import ModelLoadError
 from minisgl.model_folder import ModelConfig, RopeConfig
 
 
-def build_rotary_table(config: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def build_rotary_tables(
+    config: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """The table of each layer; layers that rotate alike share one.
+
+    Args:
+        num_positions: of the longest sequence, at most config.max_position_embeddings.
+    """
+    full = _build_table(config.rope, config, num_positions, dtype, device)
+    windowed = full
+    if config.windowed_rope not in (None, config.rope):
+        assert config.windowed_rope is not None
+        windowed = _build_table(config.windowed_rope, config, num_positions, dtype, device)
+    return tuple(full if window is None else windowed for window in config.layer_windows)
+
+
+def _build_table(
+    rope: RopeConfig, config: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """The table for positions 0 .. num_positions - 1.
 
     Returns:
         [num_positions, head_dim] fp32 (fp64 for fp64 models): cosines of head_dim / 2 angles, then their sines.
     """
-    rope = config.rope
     if rope.kind not in FREQUENCIES:
         raise ModelLoadError(
             f"rotary embedding of kind {rope.kind!r} is not supported; supported are {list(FREQUENCIES)}"

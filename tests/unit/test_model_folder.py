@@ -1,6 +1,7 @@
 """A model folder is read in every layout, and refused by the name of what is wrong."""
 
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from model_folders import (
     GGUF_TENSORS,
     STRING,
     UINT32,
+    list_tensors,
     write_folder,
     write_gguf,
     write_json,
@@ -20,7 +22,9 @@ from model_folders import (
 
 from minisgl.errors import ModelLoadError
 from minisgl.gguf_header import GgufHeader
+from minisgl.model_config import MoeConfig
 from minisgl.model_folder import SUPPORTED_ARCHITECTURES, resolve_model
+from minisgl.rope_config import RopeConfig
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -80,7 +84,8 @@ def test_read_of_no_scaling_is_default(tmp_path, scaling):
     [
         ({"sliding_window": 32}, (None, None)),
         ({"sliding_window": 32, "use_sliding_window": False}, (None, None)),
-        ({"sliding_window": 32, "use_sliding_window": True}, (32, 32)),
+        ({"sliding_window": 32, "use_sliding_window": True}, (None, None)),  # from layer 28 on
+        ({"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0}, (32, 32)),
         ({"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}, (None, 32)),
         (
             {"sliding_window": 32, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
@@ -110,9 +115,59 @@ def test_stop_ids_are_those_of_all_files(tmp_path, config_eos, generation, expec
     assert resolve_model(str(folder)).stop_ids == expected
 
 
+def test_read_of_windows_of_mistral_is_all_layers_or_none(tmp_path):
+    mistral = {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 2}
+    assert read(write_folder(tmp_path, **mistral)).layer_windows == (4096, 4096)  # its default
+    assert read(write_folder(tmp_path, **mistral, sliding_window=8)).layer_windows == (8, 8)
+    write_json(tmp_path / "config.json", {**CONFIG, **mistral, "sliding_window": None})
+    assert read(tmp_path).layer_windows == (None, None)
+
+
+def test_read_of_gemma3_in_the_old_layout(tmp_path):
+    """As gemma-3-4b-it has it: text_config leaves most to the family."""
+    text = {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    write_json(tmp_path / "config.json", {
+        "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "torch_dtype": "float16",
+        "vision_config": {"hidden_size": 1152}, "text_config": text,
+    })  # fmt: skip
+    write_safetensors(tmp_path / "model.safetensors", list_tensors(tmp_path))
+    model = resolve_model(str(tmp_path))
+    config = model.config
+    assert model.stop_ids == (1, 106)
+    assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (2560, 8, 4, 256)
+    assert (config.vocab_size, config.hidden_act, config.dtype) == (262_208, "gelu_pytorch_tanh", "float16")
+    assert config.layer_windows == (1024,) * 5 + (None, 1024)
+    assert config.rope == RopeConfig("linear", 1e6, {"factor": 8.0})
+    assert config.windowed_rope == RopeConfig("default", 1e4)
+    assert config.tie_word_embeddings and config.query_pre_attn_scalar == 256
+
+
+def test_text_config_of_another_model_is_refused(tmp_path):
+    folder = write_folder(
+        tmp_path, architectures=["Mistral3ForConditionalGeneration"], text_config={"model_type": "ministral3"}
+    )
+    with pytest.raises(ModelLoadError, match=r"text_config\.model_type is 'ministral3', expected one of mistral"):
+        read(folder)
+
+
+def test_read_of_experts(tmp_path):
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 32, "num_hidden_layers": 5}  # fmt: skip
+    assert read(write_folder(tmp_path, **moe)).moe == MoeConfig(8, 2, 32, False, frozenset(range(5)))
+    new = {**moe, "num_experts": None, "num_local_experts": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert read(write_folder(tmp_path, **new)).moe == MoeConfig(4, 2, 32, False, frozenset({1}))
+
+
 @pytest.mark.parametrize(
     "changes, parts",
     [
+        ({"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0}, ["final_logit_softcapping", "30"]),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, ["num_local_experts is missing"]),
+        ({"architectures": ["Mistral3ForConditionalGeneration"]}, ["text_config is missing"]),
+        ({"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta", "0.1"]),
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", *SUPPORTED_ARCHITECTURES]),
         ({"architectures": None}, SUPPORTED_ARCHITECTURES),
         ({"architectures": "LlamaForCausalLM"}, SUPPORTED_ARCHITECTURES),
@@ -204,20 +259,85 @@ def write_index(folder: Path, weight_map: object) -> None:
     write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
 
 
-def test_weight_files_follow_the_index(tmp_path):
+def split(folder: Path, **parts: slice) -> dict[str, str]:
+    """Cut the folder's file into files of these parts of its tensors; returns the map of an index."""
+    tensors = list_tensors(folder)
+    names = list(tensors)
+    (folder / "model.safetensors").unlink()
+    for stem, part in parts.items():
+        write_safetensors(folder / f"{stem}.safetensors", {name: tensors[name] for name in names[part]})
+    return {name: f"{stem}.safetensors" for stem, part in parts.items() for name in names[part]}
+
+
+def test_weight_files_follow_the_index_and_tell_of_stray_ones(tmp_path, caplog):
     folder = write_folder(tmp_path)
-    for name in ("a-1.safetensors", "a-2.safetensors", "stray.safetensors"):
-        write_safetensors(folder / name)
-    write_index(folder, {"x": "a-2.safetensors", "y": "a-1.safetensors", "z": "a-2.safetensors"})
-    assert [p.name for p in resolve_model(str(folder)).weight_files] == ["a-1.safetensors", "a-2.safetensors"]
+    write_index(folder, split(folder, b=slice(0, None, 2), a=slice(1, None, 2)))
+    write_safetensors(folder / "stray.safetensors")
+    model = resolve_model(str(folder))
+    assert [p.name for p in model.weight_files] == ["a.safetensors", "b.safetensors"]
+    assert model.tensors.keys() == list_tensors(folder).keys()
+    assert "ignored" in caplog.text and "stray.safetensors" in caplog.text and "a.safetensors" not in caplog.text
+
+
+def test_index_decides_between_two_files_that_hold_a_tensor(tmp_path):
+    folder = write_folder(tmp_path)
+    weight_map = split(folder, a=slice(0, 9), b=slice(8, None))
+    with pytest.raises(ModelLoadError, match=r"both hold model\.layers\.0"):
+        resolve_model(str(folder))
+    write_index(folder, weight_map)
+    shared = list(list_tensors(folder))[8]
+    assert resolve_model(str(folder)).tensors[shared].file.name == "b.safetensors"
+
+
+def test_index_that_names_a_tensor_of_no_file_is_refused(tmp_path):
+    folder = write_folder(tmp_path)
+    write_index(folder, {**split(folder, a=slice(None)), "model.gone": "a.safetensors"})
+    with pytest.raises(ModelLoadError, match=r"index\.json lists 1 tensors .* model\.gone \(a\.safetensors\)"):
+        resolve_model(str(folder))
 
 
 def test_weight_files_without_an_index_are_the_one_or_all(tmp_path):
     folder = write_folder(tmp_path)
     write_safetensors(folder / "consolidated.safetensors")
     assert [p.name for p in resolve_model(str(folder)).weight_files] == ["model.safetensors"]
-    (folder / "model.safetensors").rename(folder / "b.safetensors")
-    assert [p.name for p in resolve_model(str(folder)).weight_files] == ["b.safetensors", "consolidated.safetensors"]
+    (folder / "consolidated.safetensors").unlink()
+    split(folder, b=slice(3), c=slice(3, None))
+    assert [p.name for p in resolve_model(str(folder)).weight_files] == ["b.safetensors", "c.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda t: [t.pop(name) for name in list(t) if ".0." in name],
+            "lacks 9 tensors: model.layers.0.self_attn.q_proj",
+        ),
+        (lambda t: t.update({"model.more": (1,)}), "holds 1 tensors that the model has no place for: model.more"),
+        (lambda t: t.update({"model.norm.weight": (5,)}), "model.norm.weight has the shape (5,), expected (64,)"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, change, text):
+    folder = write_folder(tmp_path)
+    tensors = list_tensors(folder)
+    change(tensors)
+    write_safetensors(folder / "model.safetensors", tensors)
+    with pytest.raises(ModelLoadError, match=re.escape(text)):
+        resolve_model(str(folder))
+
+
+def test_tensors_may_be_more_where_they_are_not_needed(tmp_path):
+    folder = write_folder(tmp_path, tie_word_embeddings=True)
+    extra = {"lm_head.weight": (320, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}
+    write_safetensors(folder / "model.safetensors", {**list_tensors(folder), **extra})
+    assert resolve_model(str(folder)).tensors.keys() == list_tensors(folder).keys()
+
+
+def test_dtypes_that_are_not_supported_are_named(tmp_path):
+    folder = write_folder(tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"', 1))
+    with pytest.raises(ModelLoadError, match=r"model\.embed_tokens\.weight \(I32\).*F64, F32, F16, BF16"):
+        resolve_model(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -255,6 +375,9 @@ def cut(data: bytes) -> bytes:
         lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
         lambda data: (2**62).to_bytes(8, "little") + data[8:],
         lambda data: (3).to_bytes(8, "little") + b"[1]",
+        lambda data: data.replace(b"[0, 81920]", b"[0, 81924]", 1),  # not the size of its shape
+        lambda data: data.replace(b"[0, 81920]", b"[9, 81929]", 1),  # overlaps the next one
+        lambda data: data.replace(b"[0, 81920]", b"[0,  -256]", 1),
         lambda data: (8).to_bytes(8, "little") + b'{"a": 5}',
     ],
 )
@@ -302,7 +425,8 @@ def test_read_of_gguf_gives_config_and_end_ids(tmp_path):
 
 
 def test_read_of_gguf_without_output_is_tied(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", tensors={"token_embd.weight": (64, 320)})
+    tied = {name: shape for name, shape in GGUF_TENSORS.items() if name != "output.weight"}
+    path = write_gguf(tmp_path / "m.gguf", tensors=tied)
     assert resolve_model(str(path)).config.tie_word_embeddings
 
 
@@ -311,10 +435,11 @@ def test_gguf_header_reads_arrays_and_places(tmp_path):
     assert header.get_strings("tokenizer.ggml.tokens") == ["a", "日本", ""]
     assert header.get_numbers("tokenizer.ggml.token_type") == [1, 3, 1]
     assert header.get_strings("no.such") == [] and header.get_numbers("tokenizer.ggml.tokens") == []
-    one, two = header.tensors["token_embd.weight"], header.tensors["output.weight"]
+    one, two = header.tensors["token_embd.weight"], header.tensors["blk.0.attn_q.weight"]
     assert one.shape == (320, 64) and one.num_bytes == 4 * 320 * 64
     assert one.offset_bytes % 32 == 0 and two.offset_bytes == one.offset_bytes + one.num_bytes
-    assert two.offset_bytes + two.num_bytes == (tmp_path / "m.gguf").stat().st_size
+    last = header.tensors["output.weight"]
+    assert last.offset_bytes + last.num_bytes == (tmp_path / "m.gguf").stat().st_size
 
 
 @pytest.mark.parametrize(

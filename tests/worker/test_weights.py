@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minisgl.checkpoint import gguf_name
 from minisgl.config import EngineConfig
 from minisgl.errors import ModelLoadError
 from minisgl_worker.model_runner import ModelRunner
-from minisgl_worker.weights import gguf_name
 from tests.worker.checkpoints import make_admit, make_step, read_tokens, write_checkpoint
 
 PROMPT = [4, 8, 15, 16, 23, 42]
