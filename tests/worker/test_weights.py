@@ -1,6 +1,7 @@
 """Checkpoints into fused places: layouts, dtypes, quantized files, and what is refused."""
 
 import json
+import os
 from pathlib import Path
 
 import gguf
@@ -12,8 +13,12 @@ from safetensors.torch import load_file, save_file
 from minisgl.checkpoint import gguf_name
 from minisgl.config import EngineConfig
 from minisgl.errors import ModelLoadError
+from minisgl.model_folder import resolve_model
+from minisgl_worker import weights
+from minisgl_worker.layers import WeightSource
 from minisgl_worker.model_runner import ModelRunner
-from tests.worker.checkpoints import make_admit, make_step, read_tokens, write_checkpoint
+from minisgl_worker.weights import load_weights
+from tests.worker.checkpoints import VOCAB_SIZE, make_admit, make_step, read_tokens, write_checkpoint
 
 PROMPT = [4, 8, 15, 16, 23, 42]
 
@@ -129,3 +134,41 @@ def test_dummy_weights_need_no_checkpoint_and_are_not_trivial(folder: Path) -> N
     first = answer(folder, use_dummy_weight=True)
     assert first == answer(folder, use_dummy_weight=True)
     assert len(set(first)) > 1
+
+
+def test_small_buffers_give_the_same_model(folder: Path, monkeypatch) -> None:
+    """Rows in many parts, a bias in parts, and rows larger than a buffer."""
+    expected = answer(folder, dtype="float64")
+    for size in (1, 100, 700):
+        monkeypatch.setattr(weights, "BUFFER_BYTES", size)
+        assert answer(folder, dtype="float64") == expected
+
+
+def test_file_that_is_cut_off_while_it_is_read_is_named(folder: Path) -> None:
+    """A mapped file would end the process with SIGBUS."""
+    model = resolve_model(str(folder))
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 64)
+    name, size = "model.embed_tokens.weight", VOCAB_SIZE * 32
+    target = torch.zeros(VOCAB_SIZE, 32)
+    sources = [WeightSource(name, torch.zeros(t.shape), t.shape) for name, t in model.tensors.items()]
+    with pytest.raises(ModelLoadError, match=rf"{file} ended at byte \d+ while it was read"):
+        load_weights(sources, model)
+    load_weights([WeightSource(name, target, (VOCAB_SIZE, 32))], model)  # before the cut
+    stored = np.fromfile(file, "<f4", size, offset=model.tensors[name].offset_bytes)
+    assert torch.equal(target.flatten(), torch.from_numpy(stored))
+
+
+def test_slices_of_ranks_are_read_from_rows_and_columns(folder: Path) -> None:
+    model = resolve_model(str(folder))
+    whole = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    name, shape = "model.layers.0.mlp.up_proj.weight", tuple(whole.shape)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        rows, columns = torch.zeros(16, 32, dtype=dtype), torch.zeros(48, 8, dtype=dtype)
+        sources = [
+            WeightSource(name, rows, shape, 0, 32, 16),
+            WeightSource(name, columns, shape, 1, 24, 8, offset=1.0),
+            WeightSource(name, torch.zeros(0, 32), shape, 0, 48, 0),
+        ]
+        load_weights(sources, model)
+        assert torch.equal(rows, whole[32:].to(dtype)) and torch.equal(columns, whole[:, 24:].to(dtype) + 1)
