@@ -37,11 +37,12 @@ class WeightSource:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a model's weights live: the ranks, the dtype and the device."""
+    """Where a model's weights live: the ranks, the dtype and the device; and what computes mixtures of experts."""
 
     group: ParallelGroup
     dtype: torch.dtype
     device: torch.device
+    moe_backend: str = "auto"
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -68,7 +68,7 @@ class ModelRunner:
         )  # fmt: skip
         self._backend_name, self._backend = make_backend(config.attention_pair(), setup)
         tables = build_rotary_tables(model, self.max_seq_len, self.dtype, self.device)
-        place = Place(group, self.dtype, self.device)
+        place = Place(group, self.dtype, self.device, config.moe_backend)
         self._model = MODELS[model.architecture](model, tables, self._backend, place)
         with torch.inference_mode():
             _fill_weights(self._model, folder, config, show_progress=rank == 0)

@@ -8,6 +8,14 @@ from minisgl_worker.kernels.activation import GATED_ACTIVATIONS
 from minisgl_worker.kernels.dispatch import compute_dtype
 
 
+def router_logits(x: Tensor, gate: Tensor) -> Tensor:
+    """x [num_tokens, hidden] times the transpose of gate [num_experts, hidden], in fp32 (fp64 for fp64)."""
+    if x.is_cuda and x.dtype.itemsize == 2:
+        return torch.mm(x, gate.t(), out_dtype=torch.float32)  # products of 16-bit values are exact in fp32
+    wide = compute_dtype(x.dtype)
+    return F.linear(x.to(wide), gate.to(wide))
+
+
 def route(x: Tensor, gate: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token by the softmax of the router's logits, all of it in fp32 (fp64 for fp64).
 
@@ -18,12 +26,7 @@ def route(x: Tensor, gate: Tensor, num_chosen: int, normalise: bool) -> tuple[Te
     Returns:
         (probabilities, expert ids), each [num_tokens, num_chosen], fp32 and i64, the likeliest first.
     """
-    if x.is_cuda and x.dtype.itemsize == 2:
-        logits = torch.mm(x, gate.t(), out_dtype=torch.float32)  # products of 16-bit values are exact in fp32
-    else:
-        wide = compute_dtype(x.dtype)
-        logits = F.linear(x.to(wide), gate.to(wide))
-    values, ids = torch.topk(logits.softmax(-1), num_chosen, dim=-1)
+    values, ids = torch.topk(router_logits(x, gate).softmax(-1), num_chosen, dim=-1)
     return (values / values.sum(-1, keepdim=True) if normalise else values), ids
 
 
@@ -54,4 +57,4 @@ def compute_experts(
     outs = torch.empty(len(order), x.shape[1], dtype=wide, device=x.device)
     if parts:
         outs[order] = torch.cat(parts).to(wide)
-    return torch.einsum("tkh,tk->th", outs.view(num_tokens, num_chosen, -1), values.to(wide)).to(x.dtype)
+    return torch.einsum("tkh,tk->th", outs.view(num_tokens, num_chosen, x.shape[1]), values.to(wide)).to(x.dtype)
