@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 from minisgl.checkpoint import name_gguf, name_safetensors
 from minisgl.errors import ModelLoadError
+from minisgl.gguf_config import read_gguf_config, read_gguf_end_ids
 from minisgl.gguf_header import GgufHeader, GgufTensor
 from minisgl.json_file import JsonFile
 from minisgl.model_config import (
@@ -27,9 +27,6 @@ __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "ModelFolder", "RopeConfig"
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 HUB_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
-GGUF_ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"})
-GGUF_END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-GGUF_FILE_DTYPES: Mapping[object, str] = MappingProxyType({0: "float32", 1: "float16"})  # of general.file_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,49 +115,6 @@ def read_folder(folder: Path, *, need_weights: bool) -> ModelFolder:
 def read_gguf(path: Path) -> ModelFolder:
     """Read a GGUF file; the folder's files do not matter."""
     header = GgufHeader(path)
-    config = _read_gguf_config(header)
-    metadata = JsonFile(path, header.metadata)
-    stop_ids = {i for key in GGUF_END_KEYS for i in metadata.token_ids(key) if i < config.vocab_size}
-    return ModelFolder(path, True, config, tuple(sorted(stop_ids)), (path,), name_gguf(header.tensors, config, path))
-
-
-def _read_gguf_config(header: GgufHeader) -> ModelConfig:
-    """The config, by way of config.json's keys, so that the same checks apply."""
-    metadata = header.metadata
-    name = metadata.get("general.architecture")
-    if name not in GGUF_ARCHITECTURES:
-        raise ModelLoadError(
-            f"{header.path}: general.architecture {name!r} is not supported; "
-            f"supported are {', '.join(GGUF_ARCHITECTURES)}"
-        )
-    for key in (f"{name}.expert_count", f"{name}.rope.scaling.type"):
-        if metadata.get(key) not in (None, 0, "none"):
-            raise ModelLoadError(f"{header.path}: {key} {metadata[key]!r} is not supported in GGUF files")
-    if "rope_freqs.weight" in header.tensors:
-        raise ModelLoadError(
-            f"{header.path}: rope_freqs.weight: scaled rotary embeddings are not supported in GGUF files"
-        )
-    embedding = header.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ModelLoadError(f"{header.path} has no matrix token_embd.weight")
-    values = {
-        "architectures": [GGUF_ARCHITECTURES[str(name)]],
-        "vocab_size": embedding.shape[0],
-        "hidden_size": metadata.get(f"{name}.embedding_length"),
-        "intermediate_size": metadata.get(f"{name}.feed_forward_length"),
-        "num_hidden_layers": metadata.get(f"{name}.block_count"),
-        "num_attention_heads": metadata.get(f"{name}.attention.head_count"),
-        "num_key_value_heads": metadata.get(f"{name}.attention.head_count_kv"),
-        "head_dim": metadata.get(f"{name}.attention.key_length"),
-        "rms_norm_eps": metadata.get(f"{name}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": metadata.get(f"{name}.rope.freq_base"),
-        "max_position_embeddings": metadata.get(f"{name}.context_length"),
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "dtype": GGUF_FILE_DTYPES.get(metadata.get("general.file_type")),
-    }
-    config = read_config(JsonFile(header.path, values))
-    for key in (f"{name}.rope.dimension_count", f"{name}.attention.value_length"):
-        if metadata.get(key) not in (None, config.head_dim):
-            raise ModelLoadError(f"{header.path}: {key} is {metadata[key]!r}, expected the head size {config.head_dim}")
-    return config
+    config = read_gguf_config(header)
+    tensors = name_gguf(header.tensors, config, path)
+    return ModelFolder(path, True, config, read_gguf_end_ids(header, config), (path,), tensors)

@@ -29,7 +29,7 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 class RopeConfig:
     """The rotary embedding, whichever keys stated it."""
 
-    kind: str  # a key of ROPE_KINDS
+    kind: str  # a key of ROPE_KINDS, or "divisors" of the frequencies, from a GGUF file
     theta: float
     parameters: Mapping[str, RopeValue] = field(default_factory=dict)  # the kind's other numbers
 

@@ -66,6 +66,11 @@ def _dynamic(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tenso
     return _base_frequencies(rope.theta, head_dim), 1.0
 
 
+def _divisors(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+    """Of GGUF files, which state the outcome of a scaling rather than its kind."""
+    return _base_frequencies(rope.theta, head_dim) / torch.tensor(rope.parameters["divisors"]), 1.0
+
+
 def _llama3(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
     """Long wavelengths are stretched by `factor`, short ones are kept, those between are blended."""
     p = rope.parameters
@@ -111,5 +116,12 @@ def _yarn_attention_factor(p: Mapping[str, object], factor: float) -> float:
 
 Frequencies = Callable[[RopeConfig, int, int], tuple[Tensor, float]]
 FREQUENCIES: Mapping[str, Frequencies] = MappingProxyType(
-    {"default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
+    {
+        "default": _default,
+        "linear": _linear,
+        "dynamic": _dynamic,
+        "llama3": _llama3,
+        "yarn": _yarn,
+        "divisors": _divisors,
+    }
 )

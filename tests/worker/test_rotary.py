@@ -9,7 +9,8 @@ import torch
 from minisgl.errors import ModelLoadError
 from minisgl.json_file import JsonFile
 from minisgl.model_config import ModelConfig, read_config
-from minisgl_worker.rotary import FREQUENCIES, build_rotary_tables
+from minisgl.rope_config import ROPE_KINDS
+from minisgl_worker.rotary import build_rotary_tables
 from tests.worker.checkpoints import KINDS, TINY
 
 POSITIONS = 512
@@ -108,7 +109,7 @@ def test_other_kinds_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     folder = write_config(tmp_path / "m", "LlamaForCausalLM", old_keys=False)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": kind}}))
-    with pytest.raises(ModelLoadError, match=f"{kind}.*{', '.join(FREQUENCIES)}"):
+    with pytest.raises(ModelLoadError, match=f"{kind}.*{', '.join(ROPE_KINDS)}"):
         read(folder)
 
 

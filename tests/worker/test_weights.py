@@ -4,13 +4,11 @@ import json
 import os
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minisgl.checkpoint import gguf_name
 from minisgl.config import EngineConfig
 from minisgl.errors import ModelLoadError
 from minisgl.model_folder import resolve_model
@@ -25,13 +23,17 @@ PROMPT = [4, 8, 15, 16, 23, 42]
 
 def answer(folder: Path, **options: object) -> list[int]:
     """Greedy tokens after a prompt."""
-    torch.set_num_threads(1)
-    values = {"device": "cpu", "dtype": "float32", "num_pages": 16, "page_size": 4, "max_running_req": 1, **options}
-    runner = ModelRunner(EngineConfig.from_options(folder, values))
+    runner = make_runner(folder, **options)
     admit = make_admit(0, PROMPT, [0, 1, 2, 3, 4])
     results = [runner.execute(make_step(0, admits=(admit,), prefills=(0, 0, len(PROMPT), 1))).result()]
     results += [runner.execute(make_step(i, decode=[0], run_decode=True)).result() for i in range(1, 12)]
     return [token for result in results for token in read_tokens(result.tokens)]
+
+
+def make_runner(folder: Path, **options: object) -> ModelRunner:
+    torch.set_num_threads(1)
+    values = {"device": "cpu", "dtype": "float32", "num_pages": 16, "page_size": 4, "max_running_req": 1, **options}
+    return ModelRunner(EngineConfig.from_options(folder, values))
 
 
 @pytest.fixture
@@ -91,42 +93,6 @@ def test_head_in_the_file_of_a_tied_model_is_left_alone(tmp_path: Path) -> None:
     expected = answer(folder)
     rewrite(folder, lambda t: t.update({"lm_head.weight": torch.full_like(t["model.embed_tokens.weight"], 9.0)}))
     assert answer(folder) == expected
-
-
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
-def test_gguf_gives_the_tokens_of_the_same_weights_in_safetensors(tmp_path: Path, kind: str) -> None:
-    """The file is written as llama.cpp does: q and k rows reordered, matrices quantized, norms in fp32."""
-    folder = write_checkpoint(tmp_path / "m", "LlamaForCausalLM", hidden_size=64, intermediate_size=64, head_dim=16)
-    tensors = load_file(folder / "model.safetensors")
-    file = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(file, "llama")
-    for name, value in (("context_length", 256), ("embedding_length", 64), ("block_count", 2),
-                        ("feed_forward_length", 64), ("head_count", 4), ("head_count_kv", 2)):  # fmt: skip
-        getattr(writer, f"add_{name}")(value)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(96)
-    quantization = gguf.GGMLQuantizationType[kind]
-    for name, tensor in tensors.items():
-        array = tensor.numpy()
-        if tensor.dim() == 2:
-            raw = gguf.quants.quantize(array, quantization)
-            tensors[name] = torch.from_numpy(gguf.quants.dequantize(raw, quantization).reshape(array.shape).copy())
-            if ".q_proj." in name or ".k_proj." in name:
-                array = array.reshape(-1, 2, 8, 64).swapaxes(1, 2).reshape(array.shape)
-            writer.add_tensor(
-                gguf_name(name), gguf.quants.quantize(np.ascontiguousarray(array), quantization), raw_dtype=quantization
-            )
-        else:
-            writer.add_tensor(gguf_name(name), array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-6}))
-    assert answer(file) == answer(folder)
 
 
 def test_dummy_weights_need_no_checkpoint_and_are_not_trivial(folder: Path) -> None:
