@@ -2,7 +2,8 @@
 """The least time that a workload can take on a device, from two rates: bytes read and matrix flops per second.
 
 Serial kernels: each matrix takes the longer of reading it and multiplying by it, attention takes reading K and V, and
-logits are written once and read once. Prompts come first, then all requests decode together until each has its tokens.
+logits are written once and read once. Of experts, those count that somebody chooses when
+all are chosen alike. Prompts come first, then all requests decode together until each has its tokens.
 
     python benchmarks/roofline.py FOLDER --bandwidth 4300 --matmul 790      headline workload on FOLDER's config.json
     python benchmarks/roofline.py --measure cpu                             the two rates of this machine, as JSON
@@ -46,11 +47,17 @@ class Limit:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of parameters of a dense model's matrices, and bytes of its KV."""
+    """Numbers of parameters of a model's matrices, and bytes of its KV."""
 
-    layer: tuple[int, ...]  # one entry per matrix
+    attention: tuple[int, ...]  # of one layer, one entry per matrix
+    mlp: tuple[int, ...]  # of one dense layer
+    router: int  # of one sparse layer
+    expert: tuple[int, ...]
+    num_experts: int
+    num_chosen: int  # experts per token
     head: int
     num_layers: int
+    num_sparse: int  # layers with experts in place of the MLP
     value_bytes: int
     kv_bytes: int  # K and V of one token in one layer
 
@@ -58,18 +65,25 @@ class Sizes:
     def of(cls, config: ModelConfig, value_bytes: int) -> "Sizes":
         hidden, inner = config.hidden_size, config.intermediate_size
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        moe = config.moe
+        width = moe.intermediate_size if moe else 0
         return cls(
-            layer=(hidden * (query + 2 * key), query * hidden, 2 * hidden * inner, inner * hidden),
+            attention=(hidden * (query + 2 * key), query * hidden),
+            mlp=(2 * hidden * inner, inner * hidden),
+            router=hidden * moe.num_experts if moe else 0,
+            expert=(2 * hidden * width, width * hidden),
+            num_experts=moe.num_experts if moe else 0,
+            num_chosen=moe.num_experts_per_token if moe else 0,
+            num_sparse=len(moe.sparse_layers) if moe else 0,
             head=config.vocab_size * hidden,
             num_layers=config.num_layers,
             value_bytes=value_bytes,
             kv_bytes=2 * key * value_bytes,
         )
 
-    @property
-    def weight_bytes(self) -> int:
-        """Read in every step; the embedding table is not, save as the head."""
-        return (self.num_layers * sum(self.layer) + self.head) * self.value_bytes
+    def experts_chosen(self, num_tokens: int) -> float:
+        """How many of a layer's experts somebody chooses, on average, when tokens choose evenly and independently."""
+        return self.num_experts * (1 - (1 - self.num_chosen / max(1, self.num_experts)) ** num_tokens)
 
 
 def compute_limit(
@@ -83,10 +97,15 @@ def compute_limit(
     sizes = Sizes.of(config, value_bytes)
 
     def matrices(num_tokens: int, num_logit_rows: int) -> float:
-        def matrix(num_parameters: int, rows: int) -> float:
+        def matrix(num_parameters: int, rows: float) -> float:
             return max(value_bytes * num_parameters / rates.bytes_per_s, 2 * num_parameters * rows / rates.flops)
 
-        return sizes.num_layers * sum(matrix(n, num_tokens) for n in sizes.layer) + matrix(sizes.head, num_logit_rows)
+        dense = sizes.num_layers * sum(matrix(n, num_tokens) for n in sizes.attention)
+        dense += (sizes.num_layers - sizes.num_sparse) * sum(matrix(n, num_tokens) for n in sizes.mlp)
+        chosen = sizes.experts_chosen(num_tokens)
+        rows_each = num_tokens * sizes.num_chosen / chosen if chosen else 0.0
+        experts = chosen * sum(matrix(n, rows_each) for n in sizes.expert) + matrix(sizes.router, num_tokens)
+        return dense + sizes.num_sparse * experts + matrix(sizes.head, num_logit_rows)
 
     prompts, outputs = np.array(prompt_tokens, np.float64), np.array(output_tokens)
     prefill_s, left = 0.0, int(prompts.sum())

@@ -5,55 +5,67 @@ and value.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from minisgl.errors import ModelLoadError
 from minisgl.json_file import JsonFile
+from minisgl.rope_config import RopeConfig, read_rope, read_rope_pair
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-HIDDEN_ACTS = ("silu",)
-
-# Kinds of rotary embedding, each with the numbers that it cannot do without.
-ROPE_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "default": (),
-        "linear": ("factor",),
-        "dynamic": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        "yarn": ("factor", "original_max_position_embeddings"),
-    }
-)
-RopeValue = float | int | bool | tuple[float, ...]
+HIDDEN_ACTS = ("silu", "gelu_pytorch_tanh")
+UNSUPPORTED_KEYS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a family takes for granted where its config.json is silent."""
+    """What a family takes for granted, and where its config.json says the rest."""
 
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    tie_word_embeddings: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # for keys that config.json does not have
     windows: str = "never"  # "opt-in": with use_sliding_window; "stated": whenever sliding_window is a number
+    all_windowed: bool = False  # every layer has the window, whatever layer_types says
+    qkv_bias: bool | None = None  # None: as attention_bias says
+    norm_offset: float = 0.0
+    text_model_types: tuple[str, ...] = ()  # for a model of text and images: what its text_config may be
 
 
+_QWEN_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
+_GEMMA3 = Family(
+    {
+        "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
+        "sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "tie_word_embeddings": True,
+    },
+    windows="stated", norm_offset=1.0,
+)  # fmt: skip
+_MISTRAL = Family({"sliding_window": 4096}, windows="stated", all_windowed=True)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "LlamaForCausalLM": Family(),
-        "Qwen3ForCausalLM": Family(head_dim=128, windows="opt-in"),
+        "MistralForCausalLM": _MISTRAL,
+        "Mistral3ForConditionalGeneration": replace(_MISTRAL, text_model_types=("mistral",)),
+        "Qwen2ForCausalLM": Family(_QWEN_WINDOWS, windows="opt-in", qkv_bias=True),
+        "Qwen3ForCausalLM": Family({"head_dim": 128, **_QWEN_WINDOWS}, windows="opt-in"),
+        "Qwen3MoeForCausalLM": Family({"sliding_window": 4096}, windows="opt-in", all_windowed=True),
+        "Gemma3ForCausalLM": _GEMMA3,
+        "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_model_types=("gemma3_text",)),
     }
 )
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """The rotary embedding, whichever keys stated it."""
+class MoeConfig:
+    """The mixture of experts that takes the place of the MLP in some layers."""
 
-    kind: str  # a key of ROPE_KINDS
-    theta: float
-    parameters: Mapping[str, RopeValue] = field(default_factory=dict)  # the kind's other numbers
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int  # of one expert
+    norm_topk_prob: bool  # whether the weights of a token's experts sum to 1
+    sparse_layers: frozenset[int]  # the layers that have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +82,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    attention_bias: bool
+    attention_bias: bool  # of the query, key and value projections
     mlp_bias: bool
     hidden_act: str
     rope: RopeConfig
@@ -78,23 +90,33 @@ class ModelConfig:
     dtype: str  # of the checkpoint; "bfloat16" if unstated
     sliding_window: int | None
     layer_windows: tuple[int | None, ...]  # [num_layers], None = full attention
+    windowed_rope: RopeConfig | None = None  # of layers with a window; None = the same as `rope`
+    output_bias: bool = False  # of the projection after attention
+    query_pre_attn_scalar: float | None = None  # None = head_dim
+    norm_offset: float = 0.0  # added to the weights of norms
+    moe: MoeConfig | None = None
 
 
 def read_config(file: JsonFile) -> ModelConfig:
     """The checked shape; raises ModelLoadError naming the first key that is missing, absurd or unsupported."""
     architecture = _read_architecture(file)
     family = FAMILIES[architecture]
+    file = _merge_defaults(file, family)
     if file.values.get("quantization_config") is not None:
         raise ModelLoadError(f"{file.path}: quantization_config: quantized safetensors checkpoints are not supported")
+    for key in UNSUPPORTED_KEYS:
+        if file.values.get(key):
+            raise file.fail(key, file.values[key], "nothing: it is not supported")
     hidden_size = file.integer("hidden_size", 2**20)
     num_heads = file.integer("num_attention_heads", 2**14)
-    head_dim = file.values.get("head_dim") or family.head_dim
-    if head_dim is None and hidden_size % num_heads:
+    if file.values.get("head_dim") is None and hidden_size % num_heads:
         raise file.fail("num_attention_heads", num_heads, f"a divisor of hidden_size {hidden_size}")
-    stated_positions = file.integer("max_position_embeddings", 2**27)
-    rope, max_positions = _read_rope(file, stated_positions)
+    read = read_rope_pair if architecture.startswith("Gemma3") else read_rope
+    rope = read(file, file.integer("max_position_embeddings", 2**27))
     num_layers = file.integer("num_hidden_layers", 2**12)
     window = _read_sliding_window(file, family)
+    moe = _read_moe(file, num_layers) if architecture == "Qwen3MoeForCausalLM" else None
+    attention_bias = file.flag("attention_bias", False)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=file.integer("vocab_size", 2**24),
@@ -103,17 +125,22 @@ def read_config(file: JsonFile) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=file.integer("num_key_value_heads", 2**14, default=num_heads),
-        head_dim=file.integer("head_dim", 2**12, default=head_dim or hidden_size // num_heads),
+        head_dim=file.integer("head_dim", 2**12, default=hidden_size // num_heads),
         rms_norm_eps=file.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
-        tie_word_embeddings=file.flag("tie_word_embeddings", family.tie_word_embeddings),
-        attention_bias=file.flag("attention_bias", False),
+        tie_word_embeddings=file.flag("tie_word_embeddings", False),
+        attention_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=attention_bias and family.qkv_bias is None,
         mlp_bias=file.flag("mlp_bias", False),
         hidden_act=file.choice("hidden_act", HIDDEN_ACTS, "silu"),
-        rope=rope,
-        max_position_embeddings=max_positions,
+        rope=rope.full,
+        windowed_rope=rope.windowed,
+        max_position_embeddings=rope.num_positions,
         dtype=_read_dtype(file),
         sliding_window=window,
-        layer_windows=_read_layer_windows(file, window, num_layers),
+        layer_windows=_read_layer_windows(file, family, window, num_layers),
+        query_pre_attn_scalar=_read_query_scalar(file),
+        norm_offset=family.norm_offset,
+        moe=moe,
     )
     check_heads(config, file.path)
     return config
@@ -139,47 +166,48 @@ def _read_architecture(file: JsonFile) -> str:
     return name
 
 
+def _merge_defaults(file: JsonFile, family: Family) -> JsonFile:
+    """The file with the family's defaults below its values and, for a model of text and images, text_config above."""
+    values = {**family.defaults, **file.values}
+    if family.text_model_types:
+        text = file.values.get("text_config")
+        if not isinstance(text, dict):
+            raise file.fail("text_config", text, "an object")
+        if text.get("model_type") not in family.text_model_types:
+            expected = f"one of {', '.join(family.text_model_types)}"
+            raise file.fail("text_config.model_type", text.get("model_type"), expected)
+        kept = [key for key in ("tie_word_embeddings", "dtype", "torch_dtype") if file.values.get(key) is not None]
+        values.update({key: value for key, value in text.items() if key not in kept})
+    if values.get("hidden_activation") is not None:  # Gemma's name for it
+        values["hidden_act"] = values["hidden_activation"]
+    return JsonFile(file.path, values)
+
+
 def _read_dtype(file: JsonFile) -> str:
     key = "dtype" if file.values.get("dtype") is not None else "torch_dtype"
     return file.choice(key, DTYPES, "bfloat16")
 
 
-def _read_rope(file: JsonFile, stated_positions: int) -> tuple[RopeConfig, int]:
-    """The rotary embedding, and the number of positions that it serves."""
-    key = "rope_parameters" if file.values.get("rope_parameters") is not None else "rope_scaling"
-    stated = _read_rope_numbers(file, key)
-    old_kind = stated.pop("type", None)
-    kind = stated.pop("rope_type", None) or old_kind or "default"
-    if not isinstance(kind, str) or kind not in ROPE_KINDS:
-        raise file.fail(f"{key}.rope_type", kind, f"one of {', '.join(ROPE_KINDS)}")
-    theta = file.number("rope_theta", 0.0, 1e15, default=10_000.0)
-    if "rope_theta" in stated:
-        theta = file.within(key, stated).number("rope_theta", 0.0, 1e15)
-        del stated["rope_theta"]
-    partial = stated.pop("partial_rotary_factor", file.values.get("partial_rotary_factor"))
-    if partial not in (None, 1):
-        raise file.fail("partial_rotary_factor", partial, "1, as heads that rotate in part are not supported")
-    if kind == "yarn":
-        stated.setdefault("original_max_position_embeddings", stated_positions)
-    for name, value in stated.items():
-        if type(value) not in (int, float, bool) or not -1e9 <= value <= 1e9:
-            raise file.fail(f"{key}.{name}", value, "a finite number")
-    needed = {name: file.within(key, stated).number(name, 0.0, 1e9) for name in ROPE_KINDS[kind]}
-    positions = stated_positions
-    if kind == "yarn":  # users add this to a file that states the length before scaling, to get the length after it
-        positions = max(positions, int(needed["original_max_position_embeddings"] * needed["factor"]))
-    return RopeConfig(kind, theta, stated), positions
+def _read_query_scalar(file: JsonFile) -> float | None:
+    if file.values.get("query_pre_attn_scalar") is None:
+        return None
+    return file.number("query_pre_attn_scalar", 0.0, 1e9)
 
 
-def _read_rope_numbers(file: JsonFile, key: str) -> dict[str, Any]:
-    value = file.values.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise file.fail(key, value, "an object")
-    if any(isinstance(v, dict) for v in value.values()):
-        raise file.fail(key, value, "one set of numbers for all layers")
-    return {name: v for name, v in value.items() if v is not None}
+def _read_moe(file: JsonFile, num_layers: int) -> MoeConfig:
+    key = "num_experts" if file.values.get("num_experts") is not None else "num_local_experts"
+    num_experts = file.integer(key, 2**12)
+    step = file.integer("decoder_sparse_step", 2**12, default=1)
+    dense = file.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(i) is not int for i in dense):
+        raise file.fail("mlp_only_layers", dense, "a list of layer numbers")
+    return MoeConfig(
+        num_experts=num_experts,
+        num_experts_per_token=file.integer("num_experts_per_tok", num_experts),
+        intermediate_size=file.integer("moe_intermediate_size", 2**20),
+        norm_topk_prob=file.flag("norm_topk_prob", False),
+        sparse_layers=frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
+    )
 
 
 def _read_sliding_window(file: JsonFile, family: Family) -> int | None:
@@ -190,11 +218,16 @@ def _read_sliding_window(file: JsonFile, family: Family) -> int | None:
     return file.integer("sliding_window", 2**27)
 
 
-def _read_layer_windows(file: JsonFile, window: int | None, num_layers: int) -> tuple[int | None, ...]:
-    """`layer_types` decides per layer; else the layers from `max_window_layers` on have the window, or all."""
+def _read_layer_windows(file: JsonFile, family: Family, window: int | None, num_layers: int) -> tuple[int | None, ...]:
+    """`layer_types` decides per layer; else every sixth or so is full, or the first `max_window_layers` are."""
     if window is None:
         return (None,) * num_layers
+    if family.all_windowed:
+        return (window,) * num_layers
     types = file.values.get("layer_types")
+    if types is None and "sliding_window_pattern" in file.values:
+        pattern = file.integer("sliding_window_pattern", 2**12)
+        return tuple(window if (i + 1) % pattern else None for i in range(num_layers))
     if types is None:
         first = file.values.get("max_window_layers") or 0
         if type(first) is not int or first < 0:

@@ -5,33 +5,28 @@ is a `ModelLoadError` that names file and value. No code from the folder is run,
 """
 
 import importlib.util
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
+from minisgl.checkpoint import name_gguf, name_safetensors
 from minisgl.errors import ModelLoadError
-from minisgl.gguf_header import GgufHeader
+from minisgl.gguf_config import read_gguf_config, read_gguf_end_ids
+from minisgl.gguf_header import GgufHeader, GgufTensor
 from minisgl.json_file import JsonFile
 from minisgl.model_config import (
     SUPPORTED_ARCHITECTURES,
     ModelConfig,
-    RopeConfig,
     read_config,
 )
+from minisgl.rope_config import RopeConfig
+from minisgl.safetensors_files import StoredTensor, find_weight_files, read_tensors
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "ModelFolder", "RopeConfig", "resolve_model"]
 
-INDEX_NAME = "model.safetensors.index.json"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HUB_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
-MAX_SAFETENSORS_HEADER_BYTES = 100 * 2**20
-GGUF_ARCHITECTURES: Mapping[str, str] = MappingProxyType({"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"})
-GGUF_END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-GGUF_FILE_DTYPES: Mapping[object, str] = MappingProxyType({0: "float32", 1: "float16"})  # of general.file_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +38,8 @@ class ModelFolder:
     config: ModelConfig
     stop_ids: tuple[int, ...]  # the model's own end ids, from every file that states some; sorted
     weight_files: tuple[Path, ...]  # safetensors files or the .gguf file; empty when not asked for
+    # Every tensor of the model and where it lies, by the model's own names; empty when not asked for.
+    tensors: Mapping[str, StoredTensor | GgufTensor] = field(default_factory=dict)
 
 
 def resolve_model(name: str, *, need_weights: bool = True) -> ModelFolder:
@@ -103,120 +100,21 @@ def read_folder(folder: Path, *, need_weights: bool) -> ModelFolder:
     stop_ids = {*values.token_ids("eos_token_id")}
     if (folder / "generation_config.json").is_file():
         stop_ids |= {*JsonFile(folder / "generation_config.json").token_ids("eos_token_id")}
+    files = find_weight_files(folder) if need_weights else ()
     return ModelFolder(
         path=folder,
         is_gguf=False,
         config=config,
         # An id past the vocabulary can never be drawn.
         stop_ids=tuple(sorted(i for i in stop_ids if i < config.vocab_size)),
-        weight_files=find_weight_files(folder) if need_weights else (),
+        weight_files=files,
+        tensors=name_safetensors(read_tensors(files), config, folder) if files else {},
     )
-
-
-def find_weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files that make up the checkpoint: those that the index lists, or else those of the folder.
-
-    Raises:
-        ModelLoadError: none, one that the index lists is missing, one is cut off, or there are only pickle files.
-    """
-    if (folder / INDEX_NAME).is_file():
-        index = JsonFile(folder / INDEX_NAME)
-        weight_map = index.values.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise index.fail("weight_map", weight_map, "an object of tensor names and file names")
-        for tensor, name in weight_map.items():
-            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-                raise index.fail(f"weight_map.{tensor}", name, "the name of a .safetensors file in the same folder")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise ModelLoadError(f"{folder / INDEX_NAME} lists files that do not exist: {', '.join(missing[:5])}")
-    elif (folder / "model.safetensors").is_file():
-        files = [folder / "model.safetensors"]  # others beside it hold the same tensors in another layout
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise _no_weights(folder)
-    for file in files:
-        check_safetensors_size(file)
-    return tuple(files)
-
-
-def _no_weights(folder: Path) -> ModelLoadError:
-    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES)
-    if not pickles:
-        return ModelLoadError(f"{folder} has no weights: no .safetensors file")
-    return ModelLoadError(
-        f"{folder} has no .safetensors file, only {', '.join(pickles[:3])}, which could run code when loaded and is "
-        "never read; convert it where you trust it: transformers' AutoModelForCausalLM.from_pretrained(folder)"
-        ".save_pretrained(new_folder) writes safetensors"
-    )
-
-
-def check_safetensors_size(file: Path) -> None:
-    """Raises ModelLoadError when a file is not safetensors, or shorter or longer than its header says."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            header_size = int.from_bytes(stream.read(8), "little")
-            if size < 8 or header_size > min(size - 8, MAX_SAFETENSORS_HEADER_BYTES):
-                raise ModelLoadError(f"{file} is not a whole safetensors file ({size} bytes)")
-            header = json.loads(stream.read(header_size))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        expected = 8 + header_size + max(ends, default=0)
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {file}: {error.strerror}") from None
-    except (ValueError, RecursionError, LookupError, AttributeError, TypeError):
-        raise ModelLoadError(f"{file} has no valid safetensors header") from None
-    if size != expected:
-        raise ModelLoadError(f"{file} has {size} bytes, but its header says {expected}; it was cut off or added to")
 
 
 def read_gguf(path: Path) -> ModelFolder:
     """Read a GGUF file; the folder's files do not matter."""
     header = GgufHeader(path)
-    config = _read_gguf_config(header)
-    metadata = JsonFile(path, header.metadata)
-    stop_ids = {i for key in GGUF_END_KEYS for i in metadata.token_ids(key) if i < config.vocab_size}
-    return ModelFolder(path, True, config, tuple(sorted(stop_ids)), (path,))
-
-
-def _read_gguf_config(header: GgufHeader) -> ModelConfig:
-    """The config, by way of config.json's keys, so that the same checks apply."""
-    metadata = header.metadata
-    name = metadata.get("general.architecture")
-    if name not in GGUF_ARCHITECTURES:
-        raise ModelLoadError(
-            f"{header.path}: general.architecture {name!r} is not supported; "
-            f"supported are {', '.join(GGUF_ARCHITECTURES)}"
-        )
-    for key in (f"{name}.expert_count", f"{name}.rope.scaling.type"):
-        if metadata.get(key) not in (None, 0, "none"):
-            raise ModelLoadError(f"{header.path}: {key} {metadata[key]!r} is not supported in GGUF files")
-    if "rope_freqs.weight" in header.tensors:
-        raise ModelLoadError(
-            f"{header.path}: rope_freqs.weight: scaled rotary embeddings are not supported in GGUF files"
-        )
-    embedding = header.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ModelLoadError(f"{header.path} has no matrix token_embd.weight")
-    values = {
-        "architectures": [GGUF_ARCHITECTURES[str(name)]],
-        "vocab_size": embedding.shape[0],
-        "hidden_size": metadata.get(f"{name}.embedding_length"),
-        "intermediate_size": metadata.get(f"{name}.feed_forward_length"),
-        "num_hidden_layers": metadata.get(f"{name}.block_count"),
-        "num_attention_heads": metadata.get(f"{name}.attention.head_count"),
-        "num_key_value_heads": metadata.get(f"{name}.attention.head_count_kv"),
-        "head_dim": metadata.get(f"{name}.attention.key_length"),
-        "rms_norm_eps": metadata.get(f"{name}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": metadata.get(f"{name}.rope.freq_base"),
-        "max_position_embeddings": metadata.get(f"{name}.context_length"),
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "dtype": GGUF_FILE_DTYPES.get(metadata.get("general.file_type")),
-    }
-    config = read_config(JsonFile(header.path, values))
-    for key in (f"{name}.rope.dimension_count", f"{name}.attention.value_length"):
-        if metadata.get(key) not in (None, config.head_dim):
-            raise ModelLoadError(f"{header.path}: {key} is {metadata[key]!r}, expected the head size {config.head_dim}")
-    return config
+    config = read_gguf_config(header)
+    tensors = name_gguf(header.tensors, config, path)
+    return ModelFolder(path, True, config, read_gguf_end_ids(header, config), (path,), tensors)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minisgl.model_folder import ModelConfig
 from minisgl_worker.attention.base import AttentionBackend, ForwardBatch
-from minisgl_worker.kernels.activation import silu_mul
+from minisgl_worker.kernels.activation import GATED_ACTIVATIONS
 from minisgl_worker.kernels.linear import linear
 from minisgl_worker.kernels.norm import add_rms_norm, rms_norm
 from minisgl_worker.kernels.rope_append import qk_norm_rope_append
@@ -32,15 +32,17 @@ class WeightSource:
     dim: int = 0
     start: int = 0
     length: int | None = None  # None = all
+    offset: float = 0.0  # added to the values, in the dtype of the target
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a model's weights live: the ranks, the dtype and the device."""
+    """Where a model's weights live: the ranks, the dtype and the device; and what computes mixtures of experts."""
 
     group: ParallelGroup
     dtype: torch.dtype
     device: torch.device
+    moe_backend: str = "auto"
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -48,13 +50,23 @@ class Place:
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
+    def full(self, value: float) -> Tensor:
+        """A scalar, [] on the device."""
+        return torch.tensor(value, dtype=self.dtype, device=self.device)
+
 
 class RMSNorm:
     """Root-mean-square normalisation with a weight; whole on every rank."""
 
-    def __init__(self, size: int, eps: float, place: Place):
+    def __init__(self, size: int, eps: float, place: Place, offset: float = 0.0):
+        """
+        Args:
+            offset: added to the checkpoint's weight. If it is not 0, the sum is fp32 and what it scales is not rounded.
+        """
         self.weight = place.empty(size)
-        self.eps = eps
+        if offset and place.dtype != torch.float64:
+            self.weight = self.weight.float()
+        self.eps, self._offset = eps, offset
 
     def __call__(self, x: Tensor) -> Tensor:
         """x and result [num_tokens, size]."""
@@ -65,7 +77,7 @@ class RMSNorm:
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def weights(self, name: str) -> Iterator[WeightSource]:
-        yield WeightSource(f"{name}.weight", self.weight, (self.weight.shape[0],))
+        yield WeightSource(f"{name}.weight", self.weight, (self.weight.shape[0],), offset=self._offset)
 
 
 class ColumnLinear:
@@ -146,7 +158,7 @@ class Vocabulary:
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, place: Place):
         size, hidden = config.intermediate_size, config.hidden_size
@@ -155,10 +167,11 @@ class GatedMLP:
         parts = dict.fromkeys(("gate_proj", "up_proj"), (size, first, share))
         self.gate_up = ColumnLinear(hidden, parts, config.mlp_bias, place)
         self.down = RowLinear(size, first, share, hidden, config.mlp_bias, place)
+        self._activate_mul = GATED_ACTIVATIONS[config.hidden_act]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x and result [num_tokens, hidden_size]."""
-        return self.down(silu_mul(self.gate_up(x)))
+        return self.down(self._activate_mul(self.gate_up(x)))
 
     def weights(self, name: str) -> Iterator[WeightSource]:
         yield from self.gate_up.weights(name)
@@ -179,10 +192,10 @@ class Attention:
         parts = {"q_proj": (config.num_heads * size, first, num_heads * size), "k_proj": kv_part, "v_proj": kv_part}
         self.qkv = ColumnLinear(config.hidden_size, parts, config.attention_bias, place)
         self.output = RowLinear(
-            config.num_heads * size, first, num_heads * size, config.hidden_size, config.attention_bias, place
+            config.num_heads * size, first, num_heads * size, config.hidden_size, config.output_bias, place
         )
-        self.q_norm = RMSNorm(size, config.rms_norm_eps, place) if qk_norm else None
-        self.k_norm = RMSNorm(size, config.rms_norm_eps, place) if qk_norm else None
+        self.q_norm = RMSNorm(size, config.rms_norm_eps, place, config.norm_offset) if qk_norm else None
+        self.k_norm = RMSNorm(size, config.rms_norm_eps, place, config.norm_offset) if qk_norm else None
         self._eps = config.rms_norm_eps
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:

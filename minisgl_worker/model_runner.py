@@ -20,8 +20,9 @@ from minisgl_worker.kv_cache import KVCache
 from minisgl_worker.layers import Place, share_kv_heads
 from minisgl_worker.memory import fit_pages, measure_step_bytes
 from minisgl_worker.models import MODELS
+from minisgl_worker.models.decoder import CausalLM
 from minisgl_worker.parallel import ParallelGroup
-from minisgl_worker.rotary import build_rotary_table
+from minisgl_worker.rotary import build_rotary_tables
 from minisgl_worker.sampler import Logprobs, Sampler, extras_bytes
 from minisgl_worker.weights import fill_dummy_weights, load_weights
 
@@ -63,14 +64,14 @@ class ModelRunner:
         num_kv_heads, _ = share_kv_heads(model.num_kv_heads, group)
         setup = AttentionSetup(
             num_heads, num_kv_heads, model.head_dim, model.layer_windows, self.dtype, config.page_size,
-            config.max_running_req, self.max_seq_len, self.device,
+            config.max_running_req, self.max_seq_len, self.device, model.query_pre_attn_scalar,
         )  # fmt: skip
         self._backend_name, self._backend = make_backend(config.attention_pair(), setup)
-        table = build_rotary_table(model, self.max_seq_len, self.dtype, self.device)
-        place = Place(group, self.dtype, self.device)
-        self._model = MODELS[model.architecture](model, table, self._backend, place)
+        tables = build_rotary_tables(model, self.max_seq_len, self.dtype, self.device)
+        place = Place(group, self.dtype, self.device, config.moe_backend)
+        self._model = MODELS[model.architecture](model, tables, self._backend, place)
         with torch.inference_mode():
-            _fill_weights(self._model, folder, config)
+            _fill_weights(self._model, folder, config, show_progress=rank == 0)
             buckets = []
             if self.device.type == "cuda":
                 buckets = choose_buckets(config.max_running_req, config.cuda_graph_bs, config.cuda_graph_max_bs)
@@ -200,8 +201,8 @@ def _mark_failed(tokens: Tensor, failed: Tensor) -> Tensor:
     return torch.where(failed, tokens - 2**31, tokens).to(torch.int32)
 
 
-def _fill_weights(model: object, folder: ModelFolder, config: EngineConfig) -> None:
+def _fill_weights(model: CausalLM, folder: ModelFolder, config: EngineConfig, *, show_progress: bool) -> None:
     if config.use_dummy_weight:
         fill_dummy_weights(model.weights())
     else:
-        load_weights(model.weights(), folder)
+        load_weights(model.weights(), folder, show_progress=show_progress)

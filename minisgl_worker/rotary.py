@@ -15,13 +15,30 @@ from minisgl.errors import ModelLoadError
 from minisgl.model_folder import ModelConfig, RopeConfig
 
 
-def build_rotary_table(config: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def build_rotary_tables(
+    config: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """The table of each layer; layers that rotate alike share one.
+
+    Args:
+        num_positions: of the longest sequence, at most config.max_position_embeddings.
+    """
+    full = _build_table(config.rope, config, num_positions, dtype, device)
+    windowed = full
+    if config.windowed_rope not in (None, config.rope):
+        assert config.windowed_rope is not None
+        windowed = _build_table(config.windowed_rope, config, num_positions, dtype, device)
+    return tuple(full if window is None else windowed for window in config.layer_windows)
+
+
+def _build_table(
+    rope: RopeConfig, config: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """The table for positions 0 .. num_positions - 1.
 
     Returns:
         [num_positions, head_dim] fp32 (fp64 for fp64 models): cosines of head_dim / 2 angles, then their sines.
     """
-    rope = config.rope
     if rope.kind not in FREQUENCIES:
         raise ModelLoadError(
             f"rotary embedding of kind {rope.kind!r} is not supported; supported are {list(FREQUENCIES)}"
@@ -47,6 +64,11 @@ def _linear(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor
 def _dynamic(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
     """NTK scaling changes with the length of the sequence; up to the trained length it is the default table."""
     return _base_frequencies(rope.theta, head_dim), 1.0
+
+
+def _divisors(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+    """Of GGUF files, which state the outcome of a scaling rather than its kind."""
+    return _base_frequencies(rope.theta, head_dim) / torch.tensor(rope.parameters["divisors"]), 1.0
 
 
 def _llama3(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
@@ -94,5 +116,12 @@ def _yarn_attention_factor(p: Mapping[str, object], factor: float) -> float:
 
 Frequencies = Callable[[RopeConfig, int, int], tuple[Tensor, float]]
 FREQUENCIES: Mapping[str, Frequencies] = MappingProxyType(
-    {"default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
+    {
+        "default": _default,
+        "linear": _linear,
+        "dynamic": _dynamic,
+        "llama3": _llama3,
+        "yarn": _yarn,
+        "divisors": _divisors,
+    }
 )

@@ -97,12 +97,12 @@ def compare(got: Tensor, want: Tensor) -> RowErrors:
 def expect_decode(query: Tensor, kv: KVCache, rows: HostRows, layer: int, setup: AttentionSetup) -> Tensor:
     table = torch.from_numpy(rows.page_table[rows.slots]).to(query.device)
     lengths = torch.from_numpy(rows.seq_lens.astype(np.int32)).to(query.device)
-    scale, window = setup.head_dim**-0.5, setup.layer_windows[layer]
+    scale, window = setup.scale, setup.layer_windows[layer]
     return decode_attention_reference(query, *kv.layer(layer), table, lengths, scale, window=window)
 
 
 def expect_prefill(query: Tensor, kv: KVCache, row: PrefillRow, layer: int, setup: AttentionSetup) -> Tensor:
-    scale, window = setup.head_dim**-0.5, setup.layer_windows[layer]
+    scale, window = setup.scale, setup.layer_windows[layer]
     pages = row.page_ids.to(query.device)
     return prefill_attention_reference(query, *kv.layer(layer), pages, row.first_position, scale, window=window)
 

@@ -1,12 +1,19 @@
 """Model folders without torch: config.json, a tokenizer, and weights of zeros."""
 
 import json
+import math
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers_made_here import BOS, EOS, FastTokenizer
+
+from minisgl.checkpoint import expected_tensors, gguf_name
+from minisgl.errors import ModelLoadError
+from minisgl.json_file import JsonFile
+from minisgl.model_config import read_config
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -32,14 +39,16 @@ def write_json(path: Path, values: object) -> None:
     path.write_text(json.dumps(values))
 
 
-def write_safetensors(path: Path, tensors: dict[str, int] | None = None) -> None:
-    """One-dimensional F32 tensors of so many zeros each."""
+def write_safetensors(path: Path, tensors: Mapping[str, tuple[int, ...]] | None = None) -> None:
+    """F32 tensors of zeros with these shapes. The zeros are a hole in the file: large ones cost nothing."""
     header, end = {}, 0
-    for name, size in (tensors or {"w": 4}).items():
-        header[name] = {"dtype": "F32", "shape": [size], "data_offsets": [end, end + 4 * size]}
-        end += 4 * size
+    for name, shape in (tensors or {"w": (4,)}).items():
+        size = 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
     encoded = json.dumps(header).encode()
-    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(end))
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded)
+    os.truncate(path, 8 + len(encoded) + end)
 
 
 def write_folder(folder: Path, tokenizer: FastTokenizer | None = None, **changes: Any) -> Path:
@@ -47,7 +56,7 @@ def write_folder(folder: Path, tokenizer: FastTokenizer | None = None, **changes
     folder.mkdir(parents=True, exist_ok=True)
     values = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
     write_json(folder / "config.json", values)
-    write_safetensors(folder / "model.safetensors")
+    write_safetensors(folder / "model.safetensors", list_tensors(folder))
     if tokenizer is not None:
         tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
         write_json(
@@ -60,6 +69,14 @@ def write_folder(folder: Path, tokenizer: FastTokenizer | None = None, **changes
             },
         )
     return folder
+
+
+def list_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """What the folder's config.json asks for; nothing when it is not sound."""
+    try:
+        return expected_tensors(read_config(JsonFile(folder / "config.json")))
+    except ModelLoadError:
+        return {}
 
 
 # GGUF: kinds of values, and a small model's metadata
@@ -81,7 +98,10 @@ GGUF_METADATA = {
     "tokenizer.ggml.eot_token_id": (UINT32, 5),
 }
 # Innermost dimension first, as the file has it.
-GGUF_TENSORS = {"token_embd.weight": (64, 320), "output.weight": (64, 320)}
+GGUF_TENSORS = {
+    gguf_name(name): shape[::-1]
+    for name, shape in expected_tensors(read_config(JsonFile(Path("GGUF_METADATA"), CONFIG))).items()
+}
 F32 = 0
 
 
@@ -92,7 +112,7 @@ def _text(value: str) -> bytes:
 def write_gguf(
     path: Path,
     *,
-    tensors: Mapping[str, tuple[int, int]] = GGUF_TENSORS,
+    tensors: Mapping[str, tuple[int, ...]] = GGUF_TENSORS,
     version: int = 3,
     counts: tuple[int, int] | None = None,
     **changes: Any,
@@ -114,6 +134,7 @@ def write_gguf(
     offset = 0
     for name, shape in tensors.items():
         header += _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, F32, offset)
-        offset += 4 * shape[0] * shape[1]
-    path.write_bytes(header + bytes(-len(header) % 32) + bytes(offset))
+        offset += 4 * math.prod(shape)
+    path.write_bytes(header + bytes(-len(header) % 32))
+    os.truncate(path, path.stat().st_size + offset)
     return path

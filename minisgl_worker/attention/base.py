@@ -24,6 +24,12 @@ class AttentionSetup:
     max_rows: int  # decode rows of one batch
     max_seq_len: int
     device: torch.device
+    query_pre_attn_scalar: float | None = None  # None = head_dim
+
+    @property
+    def scale(self) -> float:
+        """Factor of the attention logits."""
+        return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

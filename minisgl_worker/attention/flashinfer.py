@@ -74,7 +74,7 @@ class FlashInferAttention:
                 wrapper,
                 lambda wrapper=wrapper, window=window: wrapper.plan(
                     *arguments, setup.num_heads, setup.num_kv_heads, setup.head_dim, setup.page_size,
-                    causal=True, sm_scale=setup.head_dim**-0.5, window_left=_window_left(window),
+                    causal=True, sm_scale=setup.scale, window_left=_window_left(window),
                     q_data_type=setup.dtype, max_token_per_sequence=longest,
                 ),
             )  # fmt: skip
@@ -98,7 +98,7 @@ class FlashInferAttention:
                     wrapper, indptr, indices, last_page_len,
                     setup.num_heads, setup.num_kv_heads, setup.head_dim, setup.page_size,
                     window_left=_window_left(window), q_data_type=setup.dtype, kv_data_type=setup.dtype,
-                    sm_scale=setup.head_dim**-0.5,
+                    sm_scale=setup.scale,
                 ),
             )  # fmt: skip
             self._current[window] = wrapper

@@ -13,7 +13,7 @@ class TorchAttention:
 
     def __init__(self, setup: AttentionSetup):
         self._windows = setup.layer_windows
-        self._scale = setup.head_dim**-0.5
+        self._scale = setup.scale
 
     def plan(self, batch: ForwardBatch) -> None:
         """Nothing to prepare."""

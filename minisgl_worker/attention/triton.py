@@ -14,7 +14,7 @@ class TritonAttention:
 
     def __init__(self, setup: AttentionSetup):
         self._windows = setup.layer_windows
-        self._scale = setup.head_dim**-0.5
+        self._scale = setup.scale
         self._device = setup.device
         self._plans = {
             window: DecodePlan(

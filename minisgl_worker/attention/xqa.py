@@ -46,5 +46,5 @@ class XqaDecode:
         # `launch.use_pdl` does not allow.
         return xqa_batch_decode_with_kv_cache(
             query, batch.kv.layer(layer), self._workspace, self._table, self._seq_lens, self._setup.max_seq_len,
-            bmm1_scale=self._setup.head_dim**-0.5, out=torch.empty_like(query), enable_pdl=False,
+            bmm1_scale=self._setup.scale, out=torch.empty_like(query), enable_pdl=False,
         )  # fmt: skip

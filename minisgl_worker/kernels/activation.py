@@ -1,5 +1,8 @@
 """The gated activation between the two halves of an MLP."""
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,7 +27,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return silu_mul_reference(gate_up)
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up with the tanh approximation of gelu; shapes and rounding as in `silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
     """`silu_mul` in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+# By the name in config.json (`model_config.HIDDEN_ACTS`).
+GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+)

@@ -10,11 +10,11 @@ from minisgl_worker.kernels.native import kernels_for
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension.
 
-    The normalised value is rounded to x's dtype before it is multiplied by the weight, as the checkpoints were trained.
+    The normalised value is rounded to the weight's dtype before their product, as the checkpoints were trained.
 
     Args:
         x: [..., hidden] any float dtype.
-        weight: [hidden], x's dtype.
+        weight: [hidden], x's dtype, or fp32 for a product that is rounded only once (Gemma).
     Returns:
         [..., hidden], x's dtype.
     """
@@ -32,7 +32,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
     Args:
         x, residual: [..., hidden], one dtype.
-        weight: [hidden], the same dtype.
+        weight: [hidden], the same dtype or fp32.
     Returns:
         (normed, new_residual), both [..., hidden].
     """
@@ -49,7 +49,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` in plain torch."""
     wide = x.to(compute_dtype(x.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -53,5 +53,5 @@ def _rms_norm_kernel(
         tl.store(total_ptr + row * hidden + columns, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden + eps)
-    normed = (wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    normed = (wide * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
     tl.store(normed_ptr + row * hidden + columns, normed.to(x.dtype), mask=inside)

@@ -23,7 +23,7 @@ def qk_norm_rope_append(
 
     Args:
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], q then k then v.
-        q_weight, k_weight: [head_dim] weights of the per-head RMS norms; None = the model has none.
+        q_weight, k_weight: [head_dim] weights of the per-head RMS norms, qkv's dtype or fp32; None = there are none.
         eps: of the per-head norms.
         cos_sin: [max_positions, head_dim] fp32 (fp64 for fp64 models): cosines, then sines, of head_dim / 2 angles.
             Value i is rotated with value i + head_dim / 2.

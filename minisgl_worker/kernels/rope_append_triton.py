@@ -47,10 +47,11 @@ def _norm_rope(low, high, weight_ptr, cos, sin, lanes, inside, eps, HALF: tl.con
     if HAS_NORM:
         squares = tl.sum(low_wide * low_wide + high_wide * high_wide, axis=1) / (2 * HALF)
         scale = tl.rsqrt(squares + eps)[:, None]
-        low_weight = tl.load(weight_ptr + lanes, mask=inside, other=0.0).to(tl.float32)
-        high_weight = tl.load(weight_ptr + HALF + lanes, mask=inside, other=0.0).to(tl.float32)
-        low_wide = ((low_wide * scale).to(low.dtype).to(tl.float32) * low_weight[None, :]).to(low.dtype).to(tl.float32)
-        high_wide = (high_wide * scale).to(low.dtype).to(tl.float32) * high_weight[None, :]
+        low_weight = tl.load(weight_ptr + lanes, mask=inside, other=0.0)
+        high_weight = tl.load(weight_ptr + HALF + lanes, mask=inside, other=0.0)
+        low_wide = (low_wide * scale).to(low_weight.dtype).to(tl.float32) * low_weight.to(tl.float32)[None, :]
+        high_wide = (high_wide * scale).to(high_weight.dtype).to(tl.float32) * high_weight.to(tl.float32)[None, :]
+        low_wide = low_wide.to(low.dtype).to(tl.float32)
         high_wide = high_wide.to(low.dtype).to(tl.float32)
     rotated_low = low_wide * cos[None, :] - high_wide * sin[None, :]
     rotated_high = high_wide * cos[None, :] + low_wide * sin[None, :]

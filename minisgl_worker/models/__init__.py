@@ -1,9 +1,25 @@
 """The model families, by the architecture name in config.json."""
 
-from minisgl_worker.models.llama import LlamaForCausalLM
-from minisgl_worker.models.qwen3 import Qwen3ForCausalLM
+from collections.abc import Mapping
+from types import MappingProxyType
 
-MODELS = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-}
+from minisgl_worker.models.decoder import Build
+from minisgl_worker.models.gemma3 import build_gemma3
+from minisgl_worker.models.llama import build_llama
+from minisgl_worker.models.mistral import build_mistral
+from minisgl_worker.models.qwen2 import build_qwen2
+from minisgl_worker.models.qwen3 import build_qwen3
+from minisgl_worker.models.qwen3_moe import build_qwen3_moe
+
+MODELS: Mapping[str, Build] = MappingProxyType(
+    {
+        "LlamaForCausalLM": build_llama,
+        "MistralForCausalLM": build_mistral,
+        "Mistral3ForConditionalGeneration": build_mistral,
+        "Qwen2ForCausalLM": build_qwen2,
+        "Qwen3ForCausalLM": build_qwen3,
+        "Qwen3MoeForCausalLM": build_qwen3_moe,
+        "Gemma3ForCausalLM": build_gemma3,
+        "Gemma3ForConditionalGeneration": build_gemma3,
+    }
+)

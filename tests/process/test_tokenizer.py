@@ -104,7 +104,7 @@ def test_loading_spares_torch(tmp_path):
 # --------------------------------------------------------------------------------------------------------------------
 # GGUF
 
-NORMAL, CONTROL = 1, 3
+NORMAL, CONTROL, BYTE = 1, 3, 6
 MERGES = ["1 2", "a b", "ab c", "Ġ a"]
 
 
@@ -138,7 +138,8 @@ def test_gguf_tokenizer_encodes_and_decodes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "pre, expected", [("smollm", [49, 50]), ("gpt-2", [256]), ("qwen2", [49, 50]), ("llama-bpe", [256])]
+    "pre, expected",
+    [("smollm", [49, 50]), ("gpt-2", [256]), ("qwen2", [49, 50]), ("llama-bpe", [256]), ("tekken", [49, 50])],
 )
 def test_gguf_pre_tokenizer_is_the_models(tmp_path, pre, expected):
     assert load(write_gguf_tokenizer(tmp_path / "m.gguf", pre)).encode(["12"]) == [expected]
@@ -152,8 +153,9 @@ def test_gguf_tokenizer_puts_bos_first_where_the_file_says_so(tmp_path):
 @pytest.mark.parametrize(
     "changes, part",
     [
-        ({"tokenizer__ggml__model": (STRING, "llama")}, "'llama'"),
-        ({"tokenizer__ggml__pre": (STRING, "tekken")}, "'tekken'"),
+        ({"tokenizer__ggml__model": (STRING, "llama")}, "0 scores"),
+        ({"tokenizer__ggml__model": (STRING, "t5")}, "'t5'"),
+        ({"tokenizer__ggml__pre": (STRING, "viking")}, "'viking'"),
         ({"tokenizer__ggml__tokens": None}, "tokenizer model"),
         ({"tokenizer__ggml__merges": (ARRAY, ["a zzz"])}, "tokenizer.ggml"),
     ],
@@ -169,3 +171,55 @@ def test_gguf_tokenizer_without_a_template_refuses_chat_only(tmp_path):
     assert encoder.encode(["a"]) == [[97]]
     with pytest.raises(InvalidRequest, match="no chat template"):
         encoder.encode_chat([{"role": "user", "content": "x"}])
+
+
+def write_gguf_pieces(path: Path, **changes) -> Path:
+    """The pieces of `make_piece_tokenizer` as SentencePiece would have them: later merges have worse scores."""
+    vocab = sorted(make_piece_tokenizer().get_vocab().items(), key=lambda item: item[1])
+    tokens = [token for token, _ in vocab]
+    kinds = [CONTROL if t in (BOS, EOS) else BYTE if t.startswith("<0x") else NORMAL for t in tokens]
+    return write_gguf(
+        path,
+        **{
+            "tokenizer__ggml__model": (STRING, "llama"),
+            "tokenizer__ggml__tokens": (ARRAY, tokens),
+            "tokenizer__ggml__scores": (ARRAY, [-i for i in range(len(tokens))]),
+            "tokenizer__ggml__token_type": (ARRAY, kinds),
+            "tokenizer__ggml__bos_token_id": (UINT32, tokens.index(BOS)),
+            "tokenizer__ggml__eos_token_id": (UINT32, tokens.index(EOS)),
+            **changes,
+        },
+    )
+
+
+def test_gguf_pieces_encode_and_decode(tmp_path):
+    encoder = load(write_gguf_pieces(tmp_path / "m.gguf"))
+    tokenizer, bos = encoder.tokenizer, encoder.tokenizer.bos_token_id
+    for text in ("ab the", "the  ab", "é", "a\nb", f"x{EOS} y"):
+        (ids,) = encoder.encode([text.replace(f"{EOS} ", EOS)])  # a mark is put after special tokens, too
+        assert ids[0] == bos and bos not in ids[1:]
+        assert tokenizer.decode(ids[1:]) == text
+    assert encoder.encode([f"{BOS}a"])[0].count(bos) == 1
+    plain = load(write_gguf_pieces(tmp_path / "p.gguf", tokenizer__ggml__add_space_prefix=(UINT32, 0),
+                                   tokenizer__ggml__add_bos_token=(UINT32, 0)))  # fmt: skip
+    assert plain.tokenizer.convert_ids_to_tokens(plain.encode(["ab"])[0])[0] != BOS
+    assert plain.tokenizer.decode(plain.encode([" ab"])[0]) == " ab"
+
+
+def test_gguf_pieces_merge_the_best_score_first(tmp_path):
+    """Of `b c` and `a b` in abc, the one whose union scores better, whatever their order in the file."""
+    tokens = ["<unk>", "a", "b", "c", "ab", "bc", *(f"<0x{i:02X}>" for i in range(256))]
+    for scores, expected in (((-2, -1), [1, 5]), ((-1, -2), [4, 3])):
+        path = write_gguf_pieces(
+            tmp_path / f"{expected}.gguf",
+            tokenizer__ggml__tokens=(ARRAY, tokens),
+            tokenizer__ggml__scores=(ARRAY, [0, -9, -9, -9, *scores, *[0] * 256]),
+            tokenizer__ggml__token_type=(ARRAY, [2, *[NORMAL] * 5, *[BYTE] * 256]),
+            tokenizer__ggml__add_space_prefix=(UINT32, 0),
+            tokenizer__ggml__bos_token_id=None,
+            tokenizer__ggml__eos_token_id=None,
+        )
+        encoder = load(path)
+        assert encoder.encode(["abc"]) == [expected]
+        assert encoder.encode(["é"]) == [[6 + 0xC3, 6 + 0xA9]]
+        assert encoder.tokenizer.decode([6 + 0xC3, 6 + 0xA9]) == "é"

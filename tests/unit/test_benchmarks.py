@@ -4,7 +4,8 @@ from random import Random, randint, seed
 
 import pytest
 
-from minisgl.model_folder import ModelConfig, RopeConfig
+from minisgl.model_config import ModelConfig, MoeConfig
+from minisgl.rope_config import RopeConfig
 from roofline import Rates, compute_limit
 from workload import CPU, HEADLINE
 
@@ -65,6 +66,18 @@ def test_compute_limit_of_one_request_is_reading_the_weights():
     limit = compute_limit(make_config(), [1], [101], H200)
     weight_bytes = 2 * (28 * (1024 * 4096 + 2048 * 1024 + 3 * 1024 * 3072) + 151_936 * 1024)
     assert limit.decode_s == pytest.approx(100 * weight_bytes / H200.bytes_per_s, rel=0.02)
+
+
+def test_compute_limit_of_experts_counts_those_that_are_chosen():
+    moe = MoeConfig(128, 8, 768, True, frozenset(range(28)))
+    per_expert, rest = 3 * 1024 * 768, 1024 * 4096 + 2048 * 1024 + 1024 * 128
+    one = compute_limit(make_config(moe=moe), [1], [101], H200)
+    weight_bytes = 2 * (28 * (rest + 8 * per_expert) + 151_936 * 1024)
+    assert one.decode_s == pytest.approx(100 * weight_bytes / H200.bytes_per_s, rel=0.02)
+    many = compute_limit(make_config(moe=moe), [1] * 150, [101] * 150, H200)
+    weight_bytes = 2 * (28 * (rest + 128 * per_expert) + 151_936 * 1024)
+    kv_and_logit_bytes = 150 * (51 * 28 * 4096 + 4 * 151_936)
+    assert many.decode_s == pytest.approx(100 * (weight_bytes + kv_and_logit_bytes) / H200.bytes_per_s, rel=0.02)
 
 
 def test_compute_limit_with_a_window_reads_no_more_than_the_window():

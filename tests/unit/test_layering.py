@@ -14,7 +14,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("minisgl", "minisgl_worker")
 
 BASE = ("minisgl", "minisgl.core", "minisgl.errors")
-MODEL = ("minisgl.model_folder", "minisgl.model_config", "minisgl.gguf_header", "minisgl.json_file")
+MODEL = (
+    *("minisgl.model_folder", "minisgl.model_config", "minisgl.rope_config", "minisgl.checkpoint"),
+    *("minisgl.safetensors_files", "minisgl.gguf_header", "minisgl.gguf_config", "minisgl.json_file"),
+)
 WIRE = ("minisgl.config", "minisgl.protocol", "minisgl.transport")
 LIFELINE = ("minisgl.lifeline",)
 SCHEDULER = ("minisgl.scheduler", "minisgl.scheduler.*")
@@ -81,7 +84,7 @@ LAYERS = (
     Layer(
         modules=WORKER,
         own=(*BASE, *MODEL, *WIRE, *LIFELINE, *WORKER),
-        third_party=("numpy", "torch", "safetensors"),
+        third_party=("numpy", "torch", "tqdm"),
         # Its process watches for the end of its parent, and sends heartbeats, before it imports torch.
         deferred=(
             *("gguf", *OPTIONAL, "minisgl_worker.attention.*"),

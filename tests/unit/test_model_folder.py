@@ -1,26 +1,21 @@
 """A model folder is read in every layout, and refused by the name of what is wrong."""
 
 import json
-import struct
 from pathlib import Path
 
 import pytest
 from model_folders import (
     CONFIG,
-    FLOAT32,
-    GGUF_METADATA,
-    GGUF_TENSORS,
-    STRING,
-    UINT32,
+    list_tensors,
     write_folder,
-    write_gguf,
     write_json,
     write_safetensors,
 )
 
 from minisgl.errors import ModelLoadError
-from minisgl.gguf_header import GgufHeader
+from minisgl.model_config import MoeConfig
 from minisgl.model_folder import SUPPORTED_ARCHITECTURES, resolve_model
+from minisgl.rope_config import RopeConfig
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -80,7 +75,8 @@ def test_read_of_no_scaling_is_default(tmp_path, scaling):
     [
         ({"sliding_window": 32}, (None, None)),
         ({"sliding_window": 32, "use_sliding_window": False}, (None, None)),
-        ({"sliding_window": 32, "use_sliding_window": True}, (32, 32)),
+        ({"sliding_window": 32, "use_sliding_window": True}, (None, None)),  # from layer 28 on
+        ({"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0}, (32, 32)),
         ({"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}, (None, 32)),
         (
             {"sliding_window": 32, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
@@ -110,9 +106,59 @@ def test_stop_ids_are_those_of_all_files(tmp_path, config_eos, generation, expec
     assert resolve_model(str(folder)).stop_ids == expected
 
 
+def test_read_of_windows_of_mistral_is_all_layers_or_none(tmp_path):
+    mistral = {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 2}
+    assert read(write_folder(tmp_path, **mistral)).layer_windows == (4096, 4096)  # its default
+    assert read(write_folder(tmp_path, **mistral, sliding_window=8)).layer_windows == (8, 8)
+    write_json(tmp_path / "config.json", {**CONFIG, **mistral, "sliding_window": None})
+    assert read(tmp_path).layer_windows == (None, None)
+
+
+def test_read_of_gemma3_in_the_old_layout(tmp_path):
+    """As gemma-3-4b-it has it: text_config leaves most to the family."""
+    text = {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    write_json(tmp_path / "config.json", {
+        "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "torch_dtype": "float16",
+        "vision_config": {"hidden_size": 1152}, "text_config": text,
+    })  # fmt: skip
+    write_safetensors(tmp_path / "model.safetensors", list_tensors(tmp_path))
+    model = resolve_model(str(tmp_path))
+    config = model.config
+    assert model.stop_ids == (1, 106)
+    assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (2560, 8, 4, 256)
+    assert (config.vocab_size, config.hidden_act, config.dtype) == (262_208, "gelu_pytorch_tanh", "float16")
+    assert config.layer_windows == (1024,) * 5 + (None, 1024)
+    assert config.rope == RopeConfig("linear", 1e6, {"factor": 8.0})
+    assert config.windowed_rope == RopeConfig("default", 1e4)
+    assert config.tie_word_embeddings and config.query_pre_attn_scalar == 256
+
+
+def test_text_config_of_another_model_is_refused(tmp_path):
+    folder = write_folder(
+        tmp_path, architectures=["Mistral3ForConditionalGeneration"], text_config={"model_type": "ministral3"}
+    )
+    with pytest.raises(ModelLoadError, match=r"text_config\.model_type is 'ministral3', expected one of mistral"):
+        read(folder)
+
+
+def test_read_of_experts(tmp_path):
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 32, "num_hidden_layers": 5}  # fmt: skip
+    assert read(write_folder(tmp_path, **moe)).moe == MoeConfig(8, 2, 32, False, frozenset(range(5)))
+    new = {**moe, "num_experts": None, "num_local_experts": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert read(write_folder(tmp_path, **new)).moe == MoeConfig(4, 2, 32, False, frozenset({1}))
+
+
 @pytest.mark.parametrize(
     "changes, parts",
     [
+        ({"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0}, ["final_logit_softcapping", "30"]),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, ["num_local_experts is missing"]),
+        ({"architectures": ["Mistral3ForConditionalGeneration"]}, ["text_config is missing"]),
+        ({"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta", "0.1"]),
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", *SUPPORTED_ARCHITECTURES]),
         ({"architectures": None}, SUPPORTED_ARCHITECTURES),
         ({"architectures": "LlamaForCausalLM"}, SUPPORTED_ARCHITECTURES),
@@ -194,186 +240,6 @@ def test_resolve_of_another_file_is_refused(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"x")
     with pytest.raises(ModelLoadError, match=r"model\.bin"):
         resolve_model(str(tmp_path / "model.bin"))
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Weights
-
-
-def write_index(folder: Path, weight_map: object) -> None:
-    write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
-
-
-def test_weight_files_follow_the_index(tmp_path):
-    folder = write_folder(tmp_path)
-    for name in ("a-1.safetensors", "a-2.safetensors", "stray.safetensors"):
-        write_safetensors(folder / name)
-    write_index(folder, {"x": "a-2.safetensors", "y": "a-1.safetensors", "z": "a-2.safetensors"})
-    assert [p.name for p in resolve_model(str(folder)).weight_files] == ["a-1.safetensors", "a-2.safetensors"]
-
-
-def test_weight_files_without_an_index_are_the_one_or_all(tmp_path):
-    folder = write_folder(tmp_path)
-    write_safetensors(folder / "consolidated.safetensors")
-    assert [p.name for p in resolve_model(str(folder)).weight_files] == ["model.safetensors"]
-    (folder / "model.safetensors").rename(folder / "b.safetensors")
-    assert [p.name for p in resolve_model(str(folder)).weight_files] == ["b.safetensors", "consolidated.safetensors"]
-
-
-@pytest.mark.parametrize(
-    "weight_map, part",
-    [
-        ({"x": "gone.safetensors"}, "gone.safetensors"),
-        ({"x": "../model.safetensors"}, "../model.safetensors"),
-        ({"x": "/etc/passwd"}, "/etc/passwd"),
-        ({"x": "model.bin"}, "model.bin"),
-        ({"x": 5}, "5"),
-        ({}, "weight_map"),
-        ([1], "weight_map"),
-    ],
-)
-def test_weight_files_of_a_bad_index_are_refused(tmp_path, weight_map, part):
-    folder = write_folder(tmp_path)
-    write_index(folder, weight_map)
-    with pytest.raises(ModelLoadError) as caught:
-        resolve_model(str(folder))
-    assert part in str(caught.value) and "index.json" in str(caught.value)
-
-
-def cut(data: bytes) -> bytes:
-    return data[:-1]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda data: b"",
-        lambda data: data[:5],
-        lambda data: data[:20],
-        lambda data: data[:-1],
-        lambda data: data + b"x",
-        lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
-        lambda data: (2**62).to_bytes(8, "little") + data[8:],
-        lambda data: (3).to_bytes(8, "little") + b"[1]",
-        lambda data: (8).to_bytes(8, "little") + b'{"a": 5}',
-    ],
-)
-def test_weight_files_that_are_not_whole_are_named(tmp_path, change):
-    folder = write_folder(tmp_path)
-    file = folder / "model.safetensors"
-    file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(ModelLoadError, match=r"model\.safetensors"):
-        resolve_model(str(folder))
-
-
-def test_no_weights_is_an_error_unless_none_are_needed(tmp_path):
-    folder = write_folder(tmp_path)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match="no weights"):
-        resolve_model(str(folder))
-    assert resolve_model(str(folder), need_weights=False).weight_files == ()
-
-
-def test_pickle_weights_are_refused_with_the_way_out(tmp_path):
-    folder = write_folder(tmp_path)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin.*save_pretrained"):
-        resolve_model(str(folder))
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# GGUF
-
-
-def test_read_of_gguf_gives_config_and_end_ids(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf")
-    model = resolve_model(str(path))
-    config = model.config
-    assert model.is_gguf and model.weight_files == (path,) and model.stop_ids == (2, 5)
-    assert (config.architecture, config.vocab_size, config.num_layers, config.hidden_size) == (
-        "LlamaForCausalLM",
-        320,
-        2,
-        64,
-    )
-    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size) == (4, 2, 16, 128)
-    assert (config.rope.theta, config.rms_norm_eps, config.max_position_embeddings) == (5e5, 2.0**-17, 512)
-    assert (config.dtype, config.tie_word_embeddings) == ("float16", False)
-
-
-def test_read_of_gguf_without_output_is_tied(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", tensors={"token_embd.weight": (64, 320)})
-    assert resolve_model(str(path)).config.tie_word_embeddings
-
-
-def test_gguf_header_reads_arrays_and_places(tmp_path):
-    header = GgufHeader(write_gguf(tmp_path / "m.gguf"))
-    assert header.get_strings("tokenizer.ggml.tokens") == ["a", "日本", ""]
-    assert header.get_numbers("tokenizer.ggml.token_type") == [1, 3, 1]
-    assert header.get_strings("no.such") == [] and header.get_numbers("tokenizer.ggml.tokens") == []
-    one, two = header.tensors["token_embd.weight"], header.tensors["output.weight"]
-    assert one.shape == (320, 64) and one.num_bytes == 4 * 320 * 64
-    assert one.offset_bytes % 32 == 0 and two.offset_bytes == one.offset_bytes + one.num_bytes
-    assert two.offset_bytes + two.num_bytes == (tmp_path / "m.gguf").stat().st_size
-
-
-@pytest.mark.parametrize(
-    "changes, parts",
-    [
-        ({"version": 9}, ["version 9"]),
-        ({"counts": (2**60, 2)}, [str(2**60)]),
-        ({"counts": (1, 2**60)}, [str(2**60)]),
-        ({"general__architecture": (STRING, "gpt2")}, ["gpt2", "llama", "qwen3"]),
-        ({"general__architecture": None}, ["None", "llama"]),
-        ({"llama__block_count": None}, ["num_hidden_layers"]),
-        ({"llama__attention__head_count": (FLOAT32, 4.0)}, ["num_attention_heads", "4.0"]),
-        ({"llama__rope__dimension_count": (UINT32, 8)}, ["rope.dimension_count", "8"]),
-        ({"llama__rope__scaling__type": (STRING, "yarn")}, ["rope.scaling.type", "yarn"]),
-        ({"llama__expert_count": (UINT32, 8)}, ["expert_count", "8"]),
-        ({"general__alignment": (UINT32, 33)}, ["alignment", "33"]),
-        ({"tensors": {"x": (64, 320)}}, ["token_embd.weight"]),
-        ({"tensors": {**GGUF_TENSORS, "rope_freqs.weight": (8, 1)}}, ["rope_freqs.weight"]),
-        ({"tensors": {"token_embd.weight": (0, 320)}}, ["token_embd.weight"]),
-    ],
-)
-def test_read_of_a_bad_gguf_names_it(tmp_path, changes, parts):
-    path = write_gguf(tmp_path / "m.gguf", **changes)
-    with pytest.raises(ModelLoadError) as caught:
-        resolve_model(str(path))
-    for part in ("m.gguf", *parts):
-        assert part in str(caught.value)
-
-
-def test_read_of_a_cut_gguf_is_refused_at_every_length(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf")
-    data = path.read_bytes()
-    header_size = GgufHeader(path).tensors["token_embd.weight"].offset_bytes
-    for size in [*range(header_size + 1), len(data) - 1]:
-        path.write_bytes(data[:size])
-        with pytest.raises(ModelLoadError, match=r"m\.gguf"):
-            resolve_model(str(path))
-
-
-def test_read_of_gguf_with_a_string_longer_than_the_file_is_refused(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf")
-    for length in (2**63, 2**64 - 1, 2**40):
-        data = bytearray(path.read_bytes())
-        data[24:32] = struct.pack("<Q", length)
-        (tmp_path / "n.gguf").write_bytes(data)
-        with pytest.raises(ModelLoadError, match=r"n\.gguf"):
-            resolve_model(str(tmp_path / "n.gguf"))
-
-
-def test_read_of_gguf_with_an_array_past_the_end_is_refused(tmp_path):
-    last = "tokenizer.ggml.tokens"
-    path = write_gguf(
-        tmp_path / "m.gguf", tensors={}, **{key.replace(".", "__"): None for key in GGUF_METADATA if key != last}
-    )
-    data = path.read_bytes().rstrip(b"\0")
-    place = data.rindex("日本".encode()) - 8
-    path.write_bytes(data[:place] + struct.pack("<Q", 1000) + data[place + 8 :])
-    with pytest.raises(ModelLoadError, match=r"m\.gguf.*past the end"):
-        GgufHeader(path)
 
 
 def test_config_of_the_tests_is_sound(tmp_path):

@@ -1,6 +1,5 @@
 """Tiny random checkpoints and hand-made Steps for tests of the worker."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,43 +9,64 @@ from safetensors.torch import save_file
 from minisgl.protocol import Admit, Sampling, Step
 
 VOCAB_SIZE = 96
+TINY: dict[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0, 0, b"", b"", b"", None)
+
+
+# architecture -> (transformers' model_type, values beyond the common ones)
+KINDS: dict[str, tuple[str, dict[str, object]]] = {
+    "LlamaForCausalLM": ("llama", {}),
+    "MistralForCausalLM": ("mistral", {"sliding_window": None}),
+    "Qwen2ForCausalLM": (
+        "qwen2",
+        {"head_dim": 8},
+    ),  # hidden_size / num_attention_heads, as the family has no key for it
+    "Qwen3ForCausalLM": ("qwen3", {}),
+    "Qwen3MoeForCausalLM": (
+        "qwen3_moe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+    "Gemma3ForCausalLM": (
+        "gemma3_text",
+        {"num_hidden_layers": 4, "query_pre_attn_scalar": 11, "sliding_window": 12, "sliding_window_pattern": 3},
+    ),
+}
 
 
 def write_checkpoint(folder: Path, architecture: str = "Qwen3ForCausalLM", **overrides: object) -> Path:
     """A random fp32 model by transformers, which is the judge of what it computes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-        **overrides,
-    }
-    kind = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}[architecture]
+    kind, values = KINDS[architecture]
+    config = AutoConfig.for_model(kind, **{**TINY, **values, **overrides})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    save_randomised(model, folder)
+    return folder
+
+
+def save_randomised(model: torch.nn.Module, folder: Path) -> None:
+    """Save in the layout of published checkpoints, with norms and biases moved away from their trivial start."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    if values.get("tie_word_embeddings"):
-        tensors.pop("lm_head.weight", None)
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads(model.config.to_json_string(use_diff=False))
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": [architecture], "dtype": "float32"}))
-    return folder
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
 
 
 def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
@@ -83,3 +103,28 @@ def make_step(
 
 def read_tokens(result_tokens: bytes) -> list[int]:
     return np.frombuffer(result_tokens, "<u4").tolist()
+
+
+def write_multimodal(
+    folder: Path, architecture: str, token_ids: list[int], *, old_names: bool
+) -> tuple[Path, torch.Tensor]:
+    """A random fp32 model of text and images; -> (folder, its logits after each of these tokens, [tokens, vocab])."""
+    import transformers
+
+    name = architecture.removesuffix("ForConditionalGeneration")
+    text = {"Gemma3": "Gemma3ForCausalLM", "Mistral3": "MistralForCausalLM"}[name]
+    kind, values = KINDS[text]
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+              "image_size": 28, "patch_size": 14, "head_dim": 16}  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**TINY, **values, "model_type": kind}, vision_config=vision, mm_tokens_per_image=4,
+        tie_word_embeddings=False, image_token_index=VOCAB_SIZE - 1, spatial_merge_size=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture)(config).eval()
+    save_randomised(model, folder)
+    if not old_names:
+        state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(state, folder / "model.safetensors")
+    with torch.no_grad():
+        return folder, model(torch.tensor([token_ids])).logits[0].float()

@@ -23,6 +23,7 @@ TIMEOUT_S = 240
         ("test_kernels.py", "sample or noise"),
         ("test_kernels.py", "linear"),
         ("test_kernels.py", "not (sample or noise or linear)"),
+        ("test_kernels_moe.py", "sparse_mlp or broken"),
         ("test_kernels_attention.py", "decode"),
         ("test_kernels_attention.py", "not decode"),
         ("test_attention_backends.py", "group5-dim128-page1 or alone or windows or pair"),

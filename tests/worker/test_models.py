@@ -6,9 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from minisgl.checkpoint import expected_tensors
 from minisgl.config import EngineConfig
 from minisgl_worker.model_runner import ModelRunner
-from tests.worker.checkpoints import VOCAB_SIZE, make_admit, make_step, read_tokens, reference_logits, write_checkpoint
+from tests.worker.checkpoints import (
+    VOCAB_SIZE,
+    make_admit,
+    make_step,
+    read_tokens,
+    reference_logits,
+    write_checkpoint,
+    write_multimodal,
+)
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -16,6 +25,11 @@ LLAMA3 = {
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+GEMMA_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+}
 VARIANTS = [
     ("LlamaForCausalLM", {}),
     ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -23,10 +37,33 @@ VARIANTS = [
     ("LlamaForCausalLM", {"num_key_value_heads": 4, "rope_parameters": LLAMA3}),
     ("LlamaForCausalLM", {"rope_parameters": LINEAR}),
     ("LlamaForCausalLM", {"rope_parameters": YARN}),
+    ("LlamaForCausalLM", {"rope_parameters": DYNAMIC, "tie_word_embeddings": True}),
+    ("MistralForCausalLM", {"rope_parameters": YARN}),
+    ("MistralForCausalLM", {"sliding_window": 12}),
+    ("MistralForCausalLM", {"sliding_window": 1, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    ("MistralForCausalLM", {"sliding_window": 40, "rope_parameters": LINEAR}),
+    ("Qwen2ForCausalLM", {}),
+    ("Qwen2ForCausalLM", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    ("Qwen2ForCausalLM", {"rope_parameters": LLAMA3, "num_key_value_heads": 1}),
     ("Qwen3ForCausalLM", {}),
+    ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    ("Qwen3ForCausalLM", {"rope_parameters": YARN, "num_key_value_heads": 1}),
     ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "num_key_value_heads": 4, "attention_bias": True}),
+    ("Qwen3MoeForCausalLM", {}),
+    ("Qwen3MoeForCausalLM", {"norm_topk_prob": False, "tie_word_embeddings": True, "attention_bias": True}),
+    ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2, "num_hidden_layers": 3, "num_experts_per_tok": 1}),
+    ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 10}),
+    ("Qwen3MoeForCausalLM", {"rope_parameters": YARN, "num_experts_per_tok": 8}),
+    ("Gemma3ForCausalLM", {}),
+    ("Gemma3ForCausalLM", {"tie_word_embeddings": True, "attention_bias": True}),
+    ("Gemma3ForCausalLM", {"rope_parameters": GEMMA_ROPES, "num_key_value_heads": 1}),
+    ("Gemma3ForCausalLM", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2, "head_dim": 24}),
 ]
 PROMPT = [random.Random(3).randrange(VOCAB_SIZE) for _ in range(37)]
+
+
+TOKENS = [*PROMPT, 5, 17, 3, 80, 41]
 
 
 class Recorder:
@@ -67,12 +104,31 @@ class Recorder:
 @pytest.mark.parametrize(("architecture", "overrides"), VARIANTS)
 def test_logits_equal_those_of_transformers(tmp_path: Path, architecture: str, overrides: dict[str, object]) -> None:
     folder = write_checkpoint(tmp_path / "m", architecture, **overrides)
-    tokens = [*PROMPT, 5, 17, 3, 80, 41]
+    tokens = TOKENS
     expected = reference_logits(folder, tokens)[len(PROMPT) - 1 :]
     for chunk in (len(PROMPT), 8, 1):
         logits = Recorder(folder, dtype="float32").force(tokens, chunk)
         assert logits.shape == expected.shape
         assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("old_names", [False, True])
+@pytest.mark.parametrize("architecture", ["Mistral3ForConditionalGeneration", "Gemma3ForConditionalGeneration"])
+def test_logits_of_a_text_part_equal_those_of_transformers(tmp_path: Path, architecture: str, old_names: bool) -> None:
+    """The folder holds a vision tower as well; names as published, or as transformers 5 has them in memory."""
+    folder, expected = write_multimodal(tmp_path / "m", architecture, TOKENS, old_names=old_names)
+    logits = Recorder(folder, dtype="float32").force(TOKENS, 8)
+    assert (logits - expected[len(PROMPT) - 1 :]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), VARIANTS)
+def test_checked_tensors_are_those_that_the_model_wants(
+    tmp_path: Path, architecture: str, overrides: dict[str, object]
+) -> None:
+    """What is checked from headers before the worker starts is what the worker will ask for."""
+    runner = Recorder(write_checkpoint(tmp_path / "m", architecture, **overrides)).runner
+    wanted = {source.name: source.full_shape for source in runner._model.weights()}
+    assert wanted == expected_tensors(runner.model_config)
 
 
 def test_float64_logits_do_not_depend_on_how_the_work_is_cut(tmp_path: Path) -> None:

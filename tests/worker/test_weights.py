@@ -1,9 +1,9 @@
 """Checkpoints into fused places: layouts, dtypes, quantized files, and what is refused."""
 
 import json
+import os
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -11,22 +11,29 @@ from safetensors.torch import load_file, save_file
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ModelLoadError
+from minisgl.model_folder import resolve_model
+from minisgl_worker import weights
+from minisgl_worker.layers import WeightSource
 from minisgl_worker.model_runner import ModelRunner
-from minisgl_worker.weights import gguf_name
-from tests.worker.checkpoints import make_admit, make_step, read_tokens, write_checkpoint
+from minisgl_worker.weights import load_weights
+from tests.worker.checkpoints import VOCAB_SIZE, make_admit, make_step, read_tokens, write_checkpoint
 
 PROMPT = [4, 8, 15, 16, 23, 42]
 
 
 def answer(folder: Path, **options: object) -> list[int]:
     """Greedy tokens after a prompt."""
-    torch.set_num_threads(1)
-    values = {"device": "cpu", "dtype": "float32", "num_pages": 16, "page_size": 4, "max_running_req": 1, **options}
-    runner = ModelRunner(EngineConfig.from_options(folder, values))
+    runner = make_runner(folder, **options)
     admit = make_admit(0, PROMPT, [0, 1, 2, 3, 4])
     results = [runner.execute(make_step(0, admits=(admit,), prefills=(0, 0, len(PROMPT), 1))).result()]
     results += [runner.execute(make_step(i, decode=[0], run_decode=True)).result() for i in range(1, 12)]
     return [token for result in results for token in read_tokens(result.tokens)]
+
+
+def make_runner(folder: Path, **options: object) -> ModelRunner:
+    torch.set_num_threads(1)
+    values = {"device": "cpu", "dtype": "float32", "num_pages": 16, "page_size": 4, "max_running_req": 1, **options}
+    return ModelRunner(EngineConfig.from_options(folder, values))
 
 
 @pytest.fixture
@@ -88,44 +95,46 @@ def test_head_in_the_file_of_a_tied_model_is_left_alone(tmp_path: Path) -> None:
     assert answer(folder) == expected
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
-def test_gguf_gives_the_tokens_of_the_same_weights_in_safetensors(tmp_path: Path, kind: str) -> None:
-    """The file is written as llama.cpp does: q and k rows reordered, matrices quantized, norms in fp32."""
-    folder = write_checkpoint(tmp_path / "m", "LlamaForCausalLM", hidden_size=64, intermediate_size=64, head_dim=16)
-    tensors = load_file(folder / "model.safetensors")
-    file = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(file, "llama")
-    for name, value in (("context_length", 256), ("embedding_length", 64), ("block_count", 2),
-                        ("feed_forward_length", 64), ("head_count", 4), ("head_count_kv", 2)):  # fmt: skip
-        getattr(writer, f"add_{name}")(value)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(96)
-    quantization = gguf.GGMLQuantizationType[kind]
-    for name, tensor in tensors.items():
-        array = tensor.numpy()
-        if tensor.dim() == 2:
-            raw = gguf.quants.quantize(array, quantization)
-            tensors[name] = torch.from_numpy(gguf.quants.dequantize(raw, quantization).reshape(array.shape).copy())
-            if ".q_proj." in name or ".k_proj." in name:
-                array = array.reshape(-1, 2, 8, 64).swapaxes(1, 2).reshape(array.shape)
-            writer.add_tensor(
-                gguf_name(name), gguf.quants.quantize(np.ascontiguousarray(array), quantization), raw_dtype=quantization
-            )
-        else:
-            writer.add_tensor(gguf_name(name), array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-6}))
-    assert answer(file) == answer(folder)
-
-
 def test_dummy_weights_need_no_checkpoint_and_are_not_trivial(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     first = answer(folder, use_dummy_weight=True)
     assert first == answer(folder, use_dummy_weight=True)
     assert len(set(first)) > 1
+
+
+def test_small_buffers_give_the_same_model(folder: Path, monkeypatch) -> None:
+    """Rows in many parts, a bias in parts, and rows larger than a buffer."""
+    expected = answer(folder, dtype="float64")
+    for size in (1, 100, 700):
+        monkeypatch.setattr(weights, "BUFFER_BYTES", size)
+        assert answer(folder, dtype="float64") == expected
+
+
+def test_file_that_is_cut_off_while_it_is_read_is_named(folder: Path) -> None:
+    """A mapped file would end the process with SIGBUS."""
+    model = resolve_model(str(folder))
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 64)
+    name, size = "model.embed_tokens.weight", VOCAB_SIZE * 32
+    target = torch.zeros(VOCAB_SIZE, 32)
+    sources = [WeightSource(name, torch.zeros(t.shape), t.shape) for name, t in model.tensors.items()]
+    with pytest.raises(ModelLoadError, match=rf"{file} ended at byte \d+ while it was read"):
+        load_weights(sources, model)
+    load_weights([WeightSource(name, target, (VOCAB_SIZE, 32))], model)  # before the cut
+    stored = np.fromfile(file, "<f4", size, offset=model.tensors[name].offset_bytes)
+    assert torch.equal(target.flatten(), torch.from_numpy(stored))
+
+
+def test_slices_of_ranks_are_read_from_rows_and_columns(folder: Path) -> None:
+    model = resolve_model(str(folder))
+    whole = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    name, shape = "model.layers.0.mlp.up_proj.weight", tuple(whole.shape)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        rows, columns = torch.zeros(16, 32, dtype=dtype), torch.zeros(48, 8, dtype=dtype)
+        sources = [
+            WeightSource(name, rows, shape, 0, 32, 16),
+            WeightSource(name, columns, shape, 1, 24, 8, offset=1.0),
+            WeightSource(name, torch.zeros(0, 32), shape, 0, 48, 0),
+        ]
+        load_weights(sources, model)
+        assert torch.equal(rows, whole[32:].to(dtype)) and torch.equal(columns, whole[:, 24:].to(dtype) + 1)
