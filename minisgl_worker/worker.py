@@ -39,6 +39,7 @@ from minisgl.transport import PairChannel, make_context
 
 if TYPE_CHECKING:  # at run time these come after the first message: torch takes seconds to import
     from minisgl_worker.model_runner import ModelRunner, StepHandle
+    from minisgl_worker.parallel import ParallelGroup
 
 HEARTBEAT_S = 0.5
 MAX_ERROR_CHARACTERS = 4000
@@ -62,6 +63,7 @@ class Worker:
         self._steps = PairChannel(self._context, steps_address, bind=False)
         self._results_address = results_address
         self._rank = 0
+        self._group: ParallelGroup | None = None
         self._step_id: int | None = None  # of the step that the main thread is at
         self._num_handled = 0  # written by the outcomes thread alone
         # Handles of launched steps; None = a message that was done with when it was put there; Stop = no more.
@@ -124,10 +126,12 @@ class Worker:
             )
         config = EngineConfig.from_wire(json.loads(configure.config_json))
         # Deferred: torch takes seconds to import, and by now the engine sees heartbeats.
-        from minisgl_worker.model_runner import ModelRunner, share_cpu_threads
+        from minisgl_worker.model_runner import ModelRunner
+        from minisgl_worker.parallel import ParallelGroup, share_cpu_threads
 
         share_cpu_threads(config.tp_size)
-        return ModelRunner(config, configure.rank, configure.rendezvous)
+        self._group = ParallelGroup(configure.rank, config.tp_size)
+        return ModelRunner(config, self._group, configure.rendezvous)
 
     def _take_outcomes(self) -> None:
         """The outcomes thread: what was launched, in order. Rank 0 speaks for all, the others just take part."""
