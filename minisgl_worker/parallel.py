@@ -49,7 +49,9 @@ class ParallelGroup:
         self._collectives = collectives
 
     def join(self, rendezvous: str, device: torch.device) -> None:
-        """Meet the other ranks through a file, so that nothing listens beyond loopback. Nothing to do for one rank.
+        """Meet the other ranks through a file, so that nothing listens beyond loopback.
+
+        Nothing is done for one rank, or if the ranks were given their collectives.
 
         Args:
             rendezvous: file:// URL in the engine's private folder, the same for every rank.
@@ -57,7 +59,7 @@ class ParallelGroup:
         Raises:
             PeerLost: another rank ended meanwhile.
         """
-        if self.size == 1:
+        if self.size == 1 or self._collectives is not None:
             return
         stay_on_this_machine()
         self.num_collectives += 1
