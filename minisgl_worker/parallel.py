@@ -87,6 +87,11 @@ class ParallelGroup:
         """The ranks' [rows, n] side by side, in rank order: [rows, size * n]."""
         return x if self.size == 1 else self.gather(x).transpose(0, 1).flatten(1)
 
+    def wait_for_all(self, device: torch.device) -> None:
+        """Return when every rank has come here and all that was launched on `device` before is done."""
+        if self.size > 1:
+            self.sum(torch.zeros(1, device=device)).item()
+
     def share(self, count: int, what: str) -> int:
         """This rank's share of `count` equal parts. Raises ModelLoadError when they do not divide."""
         if count % self.size:
@@ -195,5 +200,7 @@ def _peer_errors() -> Iterator[None]:
     """What goes wrong inside an exchange is, as a rule, the other side's end."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:  # gloo raises nothing more precise; NCCL's errors are a subclass
         raise PeerLost(f"lost the other ranks: {error}") from error
