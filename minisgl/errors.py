@@ -8,6 +8,7 @@ MinisglError
 ├── EngineDead                         sticky: every later call on this LLM raises it again
 ├── EngineUnreachable                  nobody answers at the address
 ├── Overloaded                         the queue is full; try again later
+├── PeerLost                           between workers: a rank that others wait for is gone
 ├── DeadlineExceeded                   a bound on time ran out
 └── ProtocolMismatch                   the peer speaks another version
     └── ProtocolError                  a frame that is not a message of this version
@@ -44,6 +45,10 @@ class EngineUnreachable(MinisglError):
 
 class Overloaded(MinisglError):
     """The engine's queue is full."""
+
+
+class PeerLost(MinisglError):
+    """An exchange among the ranks of a model broke off. It is a consequence: the cause is another rank's."""
 
 
 class DeadlineExceeded(MinisglError):

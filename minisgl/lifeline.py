@@ -13,6 +13,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+STACKS_SIGNAL = signal.SIGUSR1  # from the parent to a worker that does not move: write all threads' stacks to stderr
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

@@ -10,7 +10,7 @@ Lists of integers travel as raw little-endian bytes (`packed`): a consumer views
     frontend -> engine   Hello, AddRequests, Abort, Control
     engine -> frontend   Welcome, Refused, Outputs, Rejected, Stats, Pong, EngineFailed
     engine -> worker     Configure, Step, Control, Stop          (channel `steps`)
-    worker -> engine     Ready, Result, Heartbeat, Failed, Stopped   (channel `results`)
+    worker -> engine     Ready, Result, Heartbeat, Digest, Failed, Stopped   (channel `results`)
 """
 
 import math
@@ -23,7 +23,7 @@ import msgpack
 
 from minisgl.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_TEXT_BYTES = 2**16
 
@@ -332,6 +332,15 @@ class Result:
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     num_handled: int = _wire(_u64)  # messages of `steps` that the main loop has finished with
+    num_collectives: int = _wire(_u64)  # exchanges with other ranks entered so far; who waits has entered one more
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Sent by every rank after the same steps, where there are several: all must have drawn the same tokens."""
+
+    step_id: int = _wire(_integer(0, 2**63 - 1))
+    value: int = _wire(_integer(0, 2**32 - 1))  # CRC-32 of the tokens of all Results up to and with this step's
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,13 +363,13 @@ MESSAGES: dict[int, type] = {
     1: Hello, 2: AddRequests, 3: Abort, 4: Control,
     16: Welcome, 17: Refused, 18: Outputs, 19: Rejected, 20: Stats, 21: Pong, 22: EngineFailed,
     32: Configure, 33: Step, 34: Stop,
-    48: Ready, 49: Result, 50: Heartbeat, 51: Failed, 52: Stopped,
+    48: Ready, 49: Result, 50: Heartbeat, 51: Failed, 52: Stopped, 53: Digest,
 }  # fmt: skip
 Message = (
     Hello | AddRequests | Abort | Control
     | Welcome | Refused | Outputs | Rejected | Stats | Pong | EngineFailed
     | Configure | Step | Stop
-    | Ready | Result | Heartbeat | Failed | Stopped
+    | Ready | Result | Heartbeat | Failed | Stopped | Digest
 )  # fmt: skip
 
 _TAGS = {cls: tag for tag, cls in MESSAGES.items()}

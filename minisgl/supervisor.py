@@ -16,10 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from minisgl import errors
 from minisgl.errors import EngineStartError, MinisglError
+from minisgl.lifeline import STACKS_SIGNAL
 
 FOLDER_PREFIX = "minisgl-"
 STALE_AFTER_S = 60.0  # a folder this old that nobody holds has lost its owner
@@ -43,6 +45,11 @@ class ChildProcess:
     def poll(self) -> int | None:
         """The exit code (negative: the signal), or None while it runs."""
         return self._process.poll()
+
+    def request_stacks(self) -> None:
+        """Have a worker write the stacks of its threads to stderr, if it still can."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(STACKS_SIGNAL)
 
     def wait_ready(self, timeout_s: float) -> dict[str, object]:
         """What the child reported when it became ready.
@@ -150,6 +157,25 @@ def report_ready(status_fd: int | None, status: dict[str, object]) -> None:
 def report_error(status_fd: int | None, error: Exception) -> None:
     """Child: tell the parent why we end before we were ready."""
     _report(status_fd, {"error": str(error) or type(error).__name__, "kind": type(error).__name__})
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """How one rank's worker is reached, and where it meets the others. All that says where the workers run."""
+
+    rank: int
+    steps: str  # address of its channel, as `results`
+    results: str
+    rendezvous: str  # file:// URL, the same for all ranks; empty for one
+
+
+def place_workers(folder: Path, num_ranks: int) -> list[WorkerPlace]:
+    """The places of workers on this machine, with all that they share in one private folder."""
+    rendezvous = f"file://{folder}/rendezvous" if num_ranks > 1 else ""
+    return [
+        WorkerPlace(rank, f"ipc://{folder}/steps{rank}", f"ipc://{folder}/results{rank}", rendezvous)
+        for rank in range(num_ranks)
+    ]
 
 
 class PrivateFolder:

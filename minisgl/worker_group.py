@@ -9,12 +9,13 @@ from typing import BinaryIO
 
 from minisgl import __version__
 from minisgl.config import EngineConfig
-from minisgl.errors import EXIT_CHILD_DIED, EXIT_STALLED, EngineDead, EngineStartError, ModelLoadError
+from minisgl.errors import EXIT_CHILD_DIED, EXIT_STALLED, EngineDead, EngineStartError, ModelLoadError, PeerLost
 from minisgl.protocol import (
     PROTOCOL_VERSION,
     Configure,
     Control,
     ControlAction,
+    Digest,
     Failed,
     Heartbeat,
     Message,
@@ -25,13 +26,16 @@ from minisgl.protocol import (
     Stopped,
     encode,
 )
-from minisgl.supervisor import ChildProcess, spawn
+from minisgl.supervisor import ChildProcess, place_workers, spawn
 from minisgl.transport import ChannelBlocked, Context, PairChannel, Pollable
 
 SILENT_S = 3.5  # without a heartbeat (one each half second), a worker counts as frozen
 LATE_S = 1.0  # a check that comes this late shows that we were paused ourselves: nobody is judged by it
 PROBE_INTERVAL_S = 1.0  # while idle, how often to see whether the main loops turn
 STOP_GRACE_S = 5.0
+PEER_CAUSE_S = 2.0  # after a rank has lost another, how long to look for what became of that one
+LAST_WORDS_S = 0.5  # after a channel has no reader any more, how long its process may take to end
+STACKS_S = 0.3  # for a stuck worker to write where it stands
 
 
 class WorkerFault(EngineDead):
@@ -51,9 +55,16 @@ class _Worker:
     last_heard: float
     num_handled: int = 0
     last_progress: float = 0.0
+    num_collectives: int = 0
     configure: bytes | None = None  # its first message, until it is connected and can take it
     ready: Ready | None = None
     has_stopped: bool = False
+    peer_lost: Failed | None = None  # it ended because another rank did
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more comes from it, for a reason that is known."""
+        return self.has_stopped or self.peer_lost is not None
 
 
 class WorkerGroup:
@@ -67,6 +78,8 @@ class WorkerGroup:
         self._workers: list[_Worker] = []
         self._num_sent = 0
         self._next_step = 0  # whose Result comes next
+        self._digests: dict[int, dict[int, int]] = {}  # step -> rank -> digest, until all ranks have sent theirs
+        self._peer_lost_at = 0.0
         self._last_check = self._last_probe = time.monotonic()
         self._recording: BinaryIO | None = None
         if config.record_steps:
@@ -74,17 +87,19 @@ class WorkerGroup:
 
     def start(self) -> None:
         """Start every rank and send it its configuration; `is_ready` tells when all are there."""
-        rendezvous = f"file://{self._folder}/rendezvous" if self._config.tp_size > 1 else ""
-        for rank in range(self._config.tp_size):
-            addresses = [f"ipc://{self._folder}/{channel}{rank}" for channel in ("steps", "results")]
-            steps, results = (PairChannel(self._context, address, bind=True) for address in addresses)
-            process = spawn(self._module, ["--steps", addresses[0], "--results", addresses[1]], with_status=False)
+        config_json = json.dumps(self._config.to_wire())
+        for place in place_workers(self._folder, self._config.tp_size):
+            steps, results = (
+                PairChannel(self._context, address, bind=True) for address in (place.steps, place.results)
+            )
+            process = spawn(self._module, ["--steps", place.steps, "--results", place.results], with_status=False)
+            configure = encode(Configure(PROTOCOL_VERSION, __version__, place.rank, config_json, place.rendezvous))
             now = time.monotonic()
-            self._workers.append(_Worker(rank, process, steps, results, now, last_progress=now))
-            configure = Configure(PROTOCOL_VERSION, __version__, rank, json.dumps(self._config.to_wire()), rendezvous)
-            self._workers[rank].configure = encode(configure)
-            if rank == 0:
-                self._record(encode(configure))
+            self._workers.append(
+                _Worker(place.rank, process, steps, results, now, last_progress=now, configure=configure)
+            )
+            if place.rank == 0:
+                self._record(configure)
         self._num_sent = 1
 
     @property
@@ -102,8 +117,8 @@ class WorkerGroup:
         return all(worker.has_stopped for worker in self._workers)
 
     def describe_missing(self) -> str:
-        """The ranks that are not ready, for the error of a start that took too long."""
-        return ", ".join(str(worker.rank) for worker in self._workers if worker.ready is None)
+        """The ranks that are not ready and that nobody waits for, for the error of a start that took too long."""
+        return _name_ranks(_find_hindmost([worker for worker in self._workers if worker.ready is None]))
 
     def get_ready(self) -> Ready:
         """What the group as a whole offers: rank 0's words, with the smallest pool."""
@@ -123,7 +138,7 @@ class WorkerGroup:
             try:
                 worker.steps.send_frame(frame)
             except ChannelBlocked:
-                raise WorkerFault(f"worker rank {worker.rank} has stopped reading", EXIT_STALLED) from None
+                self._explain_block(worker)
         self._num_sent += 1
         self._record(frame)
 
@@ -147,26 +162,25 @@ class WorkerGroup:
     def check(self, now: float) -> None:
         """Judge every worker: its process, its heartbeat, the progress of its main loop."""
         for worker in self._workers:
-            if worker.process.poll() is not None and not worker.has_stopped:
+            if worker.process.poll() is not None and not worker.is_over:
                 self._explain_end(worker)
+        for worker in self._workers:
+            if worker.peer_lost is not None and now - self._peer_lost_at > PEER_CAUSE_S:
+                raise self._explain_failure(worker.peer_lost)
         if now - self._last_check > LATE_S:
             for worker in self._workers:
                 worker.last_heard = worker.last_progress = now
         self._last_check = now
         for worker in self._workers:
-            if worker.has_stopped:
+            if worker.is_over:
                 continue
             if now - worker.last_heard > SILENT_S:
                 raise WorkerFault(
                     f"worker rank {worker.rank} is frozen: silent for {now - worker.last_heard:.1f} s", EXIT_STALLED
                 )
-            is_stuck = worker.ready is not None and worker.num_handled < self._num_sent
-            if is_stuck and now - worker.last_progress > self._config.step_timeout_s:
-                raise WorkerFault(
-                    f"worker rank {worker.rank} is stuck: no step finished for {now - worker.last_progress:.1f} s, "
-                    f"limit {self._config.step_timeout_s:g} s (step_timeout_s)",
-                    EXIT_STALLED,
-                )
+            is_busy = worker.ready is not None and worker.num_handled < self._num_sent
+            if is_busy and now - worker.last_progress > self._config.step_timeout_s:
+                self._explain_stuck(now - worker.last_progress)
 
     def probe(self, now: float) -> None:
         """While there is no work: see now and then whether the main loops turn."""
@@ -208,6 +222,7 @@ class WorkerGroup:
                 self._next_step += 1
                 return message
             case Heartbeat():
+                worker.num_collectives = message.num_collectives
                 if message.num_handled != worker.num_handled:
                     worker.num_handled, worker.last_progress = message.num_handled, time.monotonic()
             case Ready():
@@ -217,6 +232,10 @@ class WorkerGroup:
                         f"{message.protocol_version}), the engine is {__version__} (protocol {PROTOCOL_VERSION})"
                     )
                 worker.ready = message
+            case Digest():
+                self._compare(worker.rank, message)
+            case Failed() if message.kind == PeerLost.__name__ and len(self._workers) > 1:
+                worker.peer_lost, self._peer_lost_at = message, time.monotonic()
             case Failed():
                 raise self._explain_failure(message)
             case Stopped():
@@ -224,6 +243,18 @@ class WorkerGroup:
             case _:
                 raise WorkerFault(f"worker rank {worker.rank} sent a {type(message).__name__}")
         return None
+
+    def _compare(self, rank: int, digest: Digest) -> None:
+        """Every rank must have drawn the same tokens."""
+        digests = self._digests.setdefault(digest.step_id, {})
+        digests[rank] = digest.value
+        for other, value in digests.items():
+            if value != digest.value:
+                raise WorkerFault(
+                    f"worker rank {rank} has drawn other tokens than rank {other} by step {digest.step_id}"
+                )
+        if len(digests) == len(self._workers):
+            del self._digests[digest.step_id]
 
     def _explain_failure(self, failed: Failed) -> Exception:
         if not self.is_ready:
@@ -237,10 +268,42 @@ class WorkerGroup:
         """A process is gone: raise its last words if it left any, else how it ended."""
         while (message := worker.results.receive(0.05)) is not None:
             self._take(worker, message)
-        if not worker.has_stopped:
+        if not worker.is_over:
             text = f"worker rank {worker.rank} ended: {worker.process.describe_exit()}"
             raise WorkerFault(text) if self.is_ready else EngineStartError(text)
+
+    def _explain_block(self, worker: _Worker) -> None:
+        """A channel takes nothing: its process is about to end, which says more, or it has stopped reading."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while worker.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if worker.process.poll() is None:
+            raise WorkerFault(f"worker rank {worker.rank} has stopped reading", EXIT_STALLED)
+        if not worker.is_over:
+            self._explain_end(worker)
+
+    def _explain_stuck(self, seconds: float) -> None:
+        """Of ranks that stand still, some only wait for others; those others are named, and write where they stand."""
+        stuck = [worker for worker in self._workers if not worker.is_over and worker.num_handled < self._num_sent]
+        for worker in stuck:
+            worker.process.request_stacks()
+        time.sleep(STACKS_S)
+        raise WorkerFault(
+            f"worker rank {_name_ranks(_find_hindmost(stuck))} is stuck: no step finished for {seconds:.1f} s, "
+            f"limit {self._config.step_timeout_s:g} s (step_timeout_s)",
+            EXIT_STALLED,
+        )
 
     def _record(self, frame: bytes) -> None:
         if self._recording is not None:
             self._recording.write(struct.pack("<I", len(frame)) + frame)
+
+
+def _find_hindmost(workers: list[_Worker]) -> list[_Worker]:
+    """Those that have entered the fewest exchanges: whoever has entered one more waits for them."""
+    fewest = min((worker.num_collectives for worker in workers), default=0)
+    return [worker for worker in workers if worker.num_collectives == fewest]
+
+
+def _name_ranks(workers: list[_Worker]) -> str:
+    return ", ".join(str(worker.rank) for worker in workers)

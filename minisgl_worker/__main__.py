@@ -2,11 +2,12 @@
 
 import argparse
 import ctypes
+import faulthandler
 import logging
 import os
 import sys
 
-from minisgl.lifeline import watch_parent
+from minisgl.lifeline import STACKS_SIGNAL, watch_parent
 
 # How long (in loop turns, about a microsecond in all) an idle thread of torch's pool spins before it sleeps. Spinning
 # for as long as the OpenMP runtime does by default takes the core away from whoever the thread waits for: on two cores,
@@ -52,6 +53,7 @@ def main() -> int:
         parser.error("--steps and --results are needed, or --replay")
     if arguments.death_fd is not None:
         watch_parent(arguments.death_fd, kill_at_parents_end=True)  # started by the engine's main thread
+    faulthandler.register(STACKS_SIGNAL)
     from minisgl_worker.worker import Worker  # after the watcher is on
 
     return Worker(arguments.steps, arguments.results).run()

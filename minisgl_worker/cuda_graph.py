@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minisgl_worker.attention.base import AttentionBackend, ForwardBatch, HostRows
 from minisgl_worker.batch import SlotState
-from minisgl_worker.kernels.sampling import sample
+from minisgl_worker.kernels.sampling import Draw, sample
 from minisgl_worker.kernels.step import DIFF_HEADER, DeviceSlots, StepInputs, begin_step, diff_size, finish_step
 from minisgl_worker.kv_cache import KVCache
 
@@ -61,6 +61,7 @@ class DecodeGraphs:
 
     Args:
         forward: (token ids, batch) -> logits, the model.
+        draw: `sample`, or what does the same for a vocabulary that is shared among ranks.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class DecodeGraphs:
         kv: KVCache,
         backend: AttentionBackend,
         forward: Callable[[Tensor, ForwardBatch], Tensor],
+        draw: Callable[[Tensor, Tensor, Tensor, Tensor], Draw] = sample,
     ):
-        self._slots, self._kv, self._backend, self._forward = slots, kv, backend, forward
+        self._slots, self._kv, self._backend, self._forward, self._draw = slots, kv, backend, forward, draw
         device = slots.last_token.device
         self._buckets = buckets
         self.max_rows = buckets[-1]
@@ -148,7 +150,8 @@ class DecodeGraphs:
             step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # Only this thread's calls are captured: NCCL has one of its own, which watches over the collectives.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             step()
         return _Graph(inputs, static["logits"], static["tokens"], out, graph.replay)
 
@@ -187,7 +190,7 @@ class DecodeGraphs:
         )
         self._backend.plan(batch)
         logits = self._forward(inputs.tokens, batch)
-        draw = sample(logits, inputs.temperature, inputs.seeds, inputs.next_positions)
+        draw = self._draw(logits, inputs.temperature, inputs.seeds, inputs.next_positions)
         finish_step(inputs, self._state, draw.tokens, draw.failed, out)
         return logits, draw.tokens
 

@@ -16,7 +16,8 @@ from minisgl_worker.kernels.activation import GATED_ACTIVATIONS
 from minisgl_worker.kernels.linear import linear
 from minisgl_worker.kernels.norm import add_rms_norm, rms_norm
 from minisgl_worker.kernels.rope_append import qk_norm_rope_append
-from minisgl_worker.parallel import ParallelGroup
+from minisgl_worker.parallel import ParallelGroup, share_kv_heads
+from minisgl_worker.vocabulary import SharedVocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,7 @@ class RowLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """This rank's [num_tokens, length] -> the sum of all ranks' products, [num_tokens, out_size]."""
-        out = self._group.sum(linear(x, self.weight, self.bias if self._group.rank == 0 else None))
-        return out
+        return self._group.sum(linear(x, self.weight, self.bias if self._group.rank == 0 else None))
 
     def weights(self, name: str) -> Iterator[WeightSource]:
         out_size = self.weight.shape[0]
@@ -132,29 +132,27 @@ class Vocabulary:
     """The embedding, or the output head, with the vocabulary shared among the ranks in equal, zero-padded parts."""
 
     def __init__(self, vocab_size: int, hidden_size: int, place: Place):
-        self.vocab_size = vocab_size
         self._group = place.group
-        self._rows = -(-vocab_size // place.group.size)
-        self._first = place.group.rank * self._rows
-        self.weight = place.zeros(self._rows, hidden_size)
+        self._shared = SharedVocabulary(vocab_size, place.group)
+        self.weight = place.zeros(self._shared.num_rows, hidden_size)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [num_tokens] i64 -> [num_tokens, hidden_size]."""
         if self._group.size == 1:
             return F.embedding(tokens, self.weight)
-        local = tokens - self._first
-        foreign = (local < 0) | (local >= self._rows)
+        local = tokens - self._shared.first_token_id
+        foreign = (local < 0) | (local >= self._shared.num_rows)
         rows = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(-1), 0)
         return self._group.sum(rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> logits of the whole vocabulary on every rank, [num_rows, vocab_size]."""
-        return self._group.gather_columns(linear(hidden, self.weight))[:, : self.vocab_size]
+        """[num_rows, hidden_size] -> logits of this rank's part, [num_rows, rows of the part]; -inf at padding."""
+        return self._shared.mask_padding(linear(hidden, self.weight))
 
     def weights(self, name: str) -> Iterator[WeightSource]:
-        length = max(0, min(self._rows, self.vocab_size - self._first))
-        full = (self.vocab_size, self.weight.shape[1])
-        yield WeightSource(f"{name}.weight", self.weight[:length], full, 0, self._first, length)
+        shared, full = self._shared, (self._shared.size, self.weight.shape[1])
+        target = self.weight[: shared.num_tokens]
+        yield WeightSource(f"{name}.weight", target, full, 0, shared.first_token_id, shared.num_tokens)
 
 
 class GatedMLP:
@@ -220,16 +218,3 @@ class Attention:
         if self.q_norm and self.k_norm:
             yield from self.q_norm.weights(f"{name}.q_norm")
             yield from self.k_norm.weights(f"{name}.k_norm")
-
-
-def share_kv_heads(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
-    """(KV heads of this rank, the first of them). With more ranks than KV heads, neighbours hold the same head.
-
-    Raises:
-        ModelLoadError: neither divides the other.
-    """
-    if num_kv_heads >= group.size:
-        share = group.share(num_kv_heads, "KV heads")
-        return share, group.rank * share
-    ranks_per_head = ParallelGroup(0, num_kv_heads).share(group.size, "ranks, as replicas of KV heads,")
-    return 1, group.rank // ranks_per_head

@@ -1,5 +1,6 @@
 """How large the KV pool can be: what the device has left beside the weights and the largest step."""
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,14 @@ from minisgl.config import EngineConfig
 from minisgl.errors import ModelLoadError
 from minisgl_worker.attention.base import AttentionBackend, ForwardBatch, PrefillRow
 from minisgl_worker.kv_cache import KVCache
+from minisgl_worker.parallel import ParallelGroup
 
 MEMINFO = Path("/proc/meminfo")
 CPU_POOL_SHARE = 0.25  # of the memory that is available
 CUDA_SLACK_BYTES = 512 * 2**20  # libraries' workspaces, the graphs' own memory, fragments
+IMBALANCE = 0.1  # share of the largest pool that the smallest may lack before somebody should look at the devices
+
+logger = logging.getLogger(__name__)
 
 
 def measure_step_bytes(
@@ -80,6 +85,20 @@ def fit_pages(
             "lower max_extend_tokens or max_running_req"
         )
     return num_pages
+
+
+def agree_on_pages(num_pages: int, group: ParallelGroup, device: torch.device) -> int:
+    """The smallest of the ranks' pools, which all of them use; rank 0 reports one that is much smaller than others."""
+    if group.size == 1:
+        return num_pages
+    pages = group.gather(torch.tensor(num_pages, device=device)).tolist()
+    least, most = min(pages), max(pages)
+    if group.rank == 0 and least < (1 - IMBALANCE) * most:
+        logger.warning(
+            "memory is uneven: rank %d has room for %d KV pages, rank %d for %d; every rank uses %d",
+            pages.index(least), least, pages.index(most), most, least,
+        )  # fmt: skip
+    return least
 
 
 def available_memory_bytes() -> int:

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.config import EngineConfig
-from minisgl.errors import ModelLoadError
 from minisgl.model_folder import ModelFolder, resolve_model
 from minisgl.protocol import Result, Step
 from minisgl_worker.attention import make_backend
@@ -17,11 +16,11 @@ from minisgl_worker.attention.base import AttentionSetup
 from minisgl_worker.batch import SlotState
 from minisgl_worker.cuda_graph import DecodeGraphs, choose_buckets
 from minisgl_worker.kv_cache import KVCache
-from minisgl_worker.layers import Place, share_kv_heads
-from minisgl_worker.memory import fit_pages, measure_step_bytes
+from minisgl_worker.layers import Place
+from minisgl_worker.memory import agree_on_pages, fit_pages, measure_step_bytes
 from minisgl_worker.models import MODELS
 from minisgl_worker.models.decoder import CausalLM
-from minisgl_worker.parallel import ParallelGroup
+from minisgl_worker.parallel import ParallelGroup, choose_device, share_kv_heads, share_vocabulary
 from minisgl_worker.rotary import build_rotary_tables
 from minisgl_worker.sampler import Logprobs, Sampler, extras_bytes
 from minisgl_worker.weights import fill_dummy_weights, load_weights
@@ -48,17 +47,23 @@ class StepHandle:
 class ModelRunner:
     """One rank's model, KV pool and slots.
 
+    Args:
+        group: not joined so far; None for one rank.
+        rendezvous: where the group's ranks meet, see `ParallelGroup.join`.
+
     Raises:
-        ModelLoadError: the model cannot be loaded, or its KV pool has no room on the device.
+        ModelLoadError: the model cannot be loaded or shared among the ranks, or its KV pool has no room on the device.
+        PeerLost: another rank ended meanwhile.
     """
 
-    def __init__(self, config: EngineConfig, rank: int = 0, rendezvous: str = ""):
+    def __init__(self, config: EngineConfig, group: ParallelGroup | None = None, rendezvous: str = ""):
         started = time.monotonic()
         folder = resolve_model(config.model, need_weights=not config.use_dummy_weight)
         self.model_config = model = folder.config
-        self.device = choose_device(config.device, rank)
+        group = group or ParallelGroup()
+        self.device = choose_device(config.device, group.rank)
         self.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
-        group = ParallelGroup.join(rank, config.tp_size, rendezvous, self.device)
+        self._where = f"{group.size} x {self.device.type}" if group.size > 1 else str(self.device)
         self.max_seq_len = min(config.max_seq_len or 2**31, model.max_position_embeddings)
         num_heads = group.share(model.num_heads, "attention heads")
         num_kv_heads, _ = share_kv_heads(model.num_kv_heads, group)
@@ -70,8 +75,9 @@ class ModelRunner:
         tables = build_rotary_tables(model, self.max_seq_len, self.dtype, self.device)
         place = Place(group, self.dtype, self.device, config.moe_backend)
         self._model = MODELS[model.architecture](model, tables, self._backend, place)
+        group.join(rendezvous, self.device)  # after what may be refused, before memory is measured
         with torch.inference_mode():
-            _fill_weights(self._model, folder, config, show_progress=rank == 0)
+            _fill_weights(self._model, folder, config, show_progress=group.rank == 0)
             buckets = []
             if self.device.type == "cuda":
                 buckets = choose_buckets(config.max_running_req, config.cuda_graph_bs, config.cuda_graph_max_bs)
@@ -79,10 +85,12 @@ class ModelRunner:
             self.kv = self._make_kv(self.num_pages, config.page_size, num_kv_heads)
             max_pages = -(-self.max_seq_len // config.page_size)
             self._slots = SlotState(config.max_running_req, max_pages, self.device)
-            self._sampler = Sampler(self._slots, model.vocab_size, self.device)
+            self._sampler = Sampler(self._slots, model.vocab_size, self.device, group)
             self._graphs = None
             if buckets:
-                self._graphs = DecodeGraphs(buckets, self._slots, self.kv, self._backend, self._model.forward)
+                self._graphs = DecodeGraphs(
+                    buckets, self._slots, self.kv, self._backend, self._model.forward, self._sampler.vocabulary.draw
+                )
                 self._graphs.capture()
         self._load_seconds = time.monotonic() - started
 
@@ -103,7 +111,7 @@ class ModelRunner:
         """One line for the log."""
         tokens = self.num_pages * self.kv.page_size
         return (
-            f"{self.model_config.architecture} in {str(self.dtype).removeprefix('torch.')} on {self.device}, "
+            f"{self.model_config.architecture} in {str(self.dtype).removeprefix('torch.')} on {self._where}, "
             f"{self._backend_name} attention, KV pool of {tokens} tokens, loaded in {self._load_seconds:.1f} s"
         )
 
@@ -168,32 +176,12 @@ class ModelRunner:
         if self.device.type == "cuda":
             tiny = self._make_kv(1, config.page_size, num_kv_heads)
             reserved_bytes = measure_step_bytes(self._model.forward, self._backend, tiny, config, self.max_seq_len)
-            reserved_bytes += num_graph_rows * model.vocab_size * self.dtype.itemsize  # each graph keeps its logits
+            num_columns, _ = share_vocabulary(model.vocab_size, group)
+            reserved_bytes += num_graph_rows * num_columns * self.dtype.itemsize  # each graph keeps its logits
             reserved_bytes += extras_bytes(config.max_running_req, model.vocab_size)
         most = config.max_running_req * -(-self.max_seq_len // config.page_size)
-        return fit_pages(page_bytes, reserved_bytes, most, config, self.device, group.size)
-
-
-def choose_device(name: str, rank: int) -> torch.device:
-    """The device of a rank. Raises ModelLoadError where "cuda" is asked for and there is none for this rank."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if rank >= count:
-        raise ModelLoadError(
-            f"rank {rank} needs its own CUDA device, {count} are visible; use device=cpu or fewer ranks"
-        )
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
-
-
-def share_cpu_threads(num_ranks: int) -> None:
-    """Divide this machine's cores among the ranks, which share it where they run on CPUs.
-
-    One rank keeps torch's own choice: as many threads as the process may use cores, or what OMP_NUM_THREADS says. Ranks
-    that all took every core would wait for each other in each matrix product.
-    """
-    torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
+        num_pages = fit_pages(page_bytes, reserved_bytes, most, config, self.device, group.size)
+        return agree_on_pages(num_pages, group, self.device)
 
 
 def _mark_failed(tokens: Tensor, failed: Tensor) -> Tensor:

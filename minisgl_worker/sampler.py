@@ -10,9 +10,12 @@ and rows without extras pay nothing. Extras apply in this order, each to the out
 Where equal logits leave a choice, `top_k` and `top_p` keep the lower ids, as the draw does: top_k=1 is greedy.
 
 Log-probabilities are those of the model's own logits, before all of this.
+
+With a vocabulary shared among ranks, the plain rule exchanges each rank's best token. Rows with extras or
+log-probabilities collect their logits, a whole vocabulary per row on every rank, and all ranks compute the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +28,8 @@ from minisgl_worker.batch import SlotState, send_to_device
 from minisgl_worker.filters import Filters, filter_logits
 from minisgl_worker.kernels.dispatch import compute_dtype
 from minisgl_worker.kernels.sampling import Draw, sample
+from minisgl_worker.parallel import ParallelGroup
+from minisgl_worker.vocabulary import SharedVocabulary
 
 ROWS_AT_ONCE = 32  # rows with extras that are handled together: bounds the memory, which is some vocabularies per row
 EXTRAS_BYTES_PER_LOGIT = 48  # of that memory: fp32 copies, a sort with its ids, masks
@@ -41,9 +46,10 @@ class Logprobs:
 class Sampler:
     """Draws for the slots of one worker; keeps the token counts of those with penalties."""
 
-    def __init__(self, slots: SlotState, vocab_size: int, device: torch.device):
+    def __init__(self, slots: SlotState, vocab_size: int, device: torch.device, group: ParallelGroup | None = None):
         self._slots = slots
         self._device = device
+        self.vocabulary = SharedVocabulary(vocab_size, group or ParallelGroup())
         num_slots = slots.num_slots + 1
         self._is_redrawn = np.zeros(num_slots, bool)
         self._num_logprobs = np.full(num_slots, -1, np.int64)  # -1 = none asked for
@@ -75,11 +81,11 @@ class Sampler:
         """The next token of each row by the plain rule; without noise where `apply_extras` draws again.
 
         Args:
-            logits: [num_rows, vocab] any float dtype.
+            logits: [num_rows, vocab] any float dtype; of this rank's part of the vocabulary.
             slots: [num_rows] slot of each row.
             positions: [num_rows] number of tokens before the one that is drawn.
         """
-        return self._draw(logits, slots, positions, self._is_redrawn[slots])
+        return self._draw(self.vocabulary.draw, logits, slots, positions, self._is_redrawn[slots])
 
     def apply_extras(
         self, logits: Tensor, tokens: Tensor, failed: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]
@@ -90,29 +96,39 @@ class Sampler:
         """
         for rows in _split_rows(np.flatnonzero(self._is_redrawn[slots])):
             index = send_to_device(rows, self._device)
-            x = logits[index].to(compute_dtype(logits.dtype))
+            x = self.vocabulary.gather_logits(logits[index]).to(compute_dtype(logits.dtype))
             x = self._change_logits(x, slots[rows], positions[rows])
-            draw = self._draw(x, slots[rows], positions[rows], np.zeros(len(rows), bool))
+            draw = self._draw(sample, x, slots[rows], positions[rows], np.zeros(len(rows), bool))
             tokens[index] = draw.tokens
             failed[index] |= draw.failed
             self._penalties.count(slots[rows], draw.tokens)
         wanted = np.flatnonzero(self._num_logprobs[slots] >= 0)
         parts = [
-            _log_probabilities(logits, tokens, rows, self._num_logprobs[slots[rows]]) for rows in _split_rows(wanted)
+            _log_probabilities(
+                self.vocabulary.gather_logits(logits[send_to_device(rows, self._device)]),
+                tokens[send_to_device(rows, self._device)],
+                self._num_logprobs[slots[rows]],
+            )
+            for rows in _split_rows(wanted)
         ]
         if not parts:
             return Logprobs(tokens.new_empty(0, dtype=torch.int32), tokens.new_empty(0, dtype=torch.float32))
         return Logprobs(torch.cat([part.token_ids for part in parts]), torch.cat([part.values for part in parts]))
 
     def _draw(
-        self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64], is_quiet: NDArray[np.bool_]
+        self,
+        rule: Callable[[Tensor, Tensor, Tensor, Tensor], Draw],
+        logits: Tensor,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        is_quiet: NDArray[np.bool_],
     ) -> Draw:
-        """`is_quiet` [num_rows]: without noise."""
+        """By `rule`, which is `sample` or the shared vocabulary's. `is_quiet` [num_rows]: without noise."""
         where = send_to_device(slots, self._device)
         temperature = self._slots.temperature[where]
         if is_quiet.any():
             temperature = temperature.masked_fill(send_to_device(is_quiet, self._device), 0.0)
-        return sample(logits, temperature, self._slots.seeds[where], send_to_device(positions, self._device))
+        return rule(logits, temperature, self._slots.seeds[where], send_to_device(positions, self._device))
 
     def _change_logits(self, x: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
         """x [num_rows, vocab], which is overwritten, after everything but temperature; -inf where filtered out."""
@@ -196,15 +212,12 @@ def extras_bytes(max_running_req: int, vocab_size: int) -> int:
     return vocab_size * (ROWS_AT_ONCE * EXTRAS_BYTES_PER_LOGIT + (max_running_req + 1) * 5)
 
 
-def _log_probabilities(
-    logits: Tensor, tokens: Tensor, rows: NDArray[np.int64], num_best: NDArray[np.int64]
-) -> Logprobs:
-    """For each of some rows, the chosen token and then its num_best most likely ones, best first."""
+def _log_probabilities(logits: Tensor, tokens: Tensor, num_best: NDArray[np.int64]) -> Logprobs:
+    """For each row of logits [n, vocab], its token [n] and then its num_best [n] most likely ones, best first."""
     device = logits.device
-    index = send_to_device(rows, device)
-    logprobs = logits[index].to(compute_dtype(logits.dtype)).log_softmax(1)
+    logprobs = logits.to(compute_dtype(logits.dtype)).log_softmax(1)
     best = logprobs.topk(int(num_best.max()))
-    chosen = tokens[index][:, None]
+    chosen = tokens[:, None]
     ids = torch.cat([chosen, best.indices], 1)
     values = torch.cat([logprobs.gather(1, chosen), best.values], 1)
     items = np.flatnonzero(np.arange(ids.shape[1]) <= num_best[:, None])

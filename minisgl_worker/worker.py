@@ -17,6 +17,7 @@ import signal
 import threading
 import time
 import traceback
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,10 +28,12 @@ from minisgl.protocol import (
     PROTOCOL_VERSION,
     Configure,
     Control,
+    Digest,
     Failed,
     Heartbeat,
     Message,
     Ready,
+    Result,
     Step,
     Stop,
     Stopped,
@@ -39,8 +42,10 @@ from minisgl.transport import PairChannel, make_context
 
 if TYPE_CHECKING:  # at run time these come after the first message: torch takes seconds to import
     from minisgl_worker.model_runner import ModelRunner, StepHandle
+    from minisgl_worker.parallel import ParallelGroup
 
 HEARTBEAT_S = 0.5
+DIGEST_INTERVAL = 64  # steps
 MAX_ERROR_CHARACTERS = 4000
 
 logger = logging.getLogger(__name__)
@@ -55,13 +60,19 @@ class _End:
 
 
 class Worker:
-    """One rank, from its first message to its exit code. `run` is for the main thread of a process."""
+    """One rank, from its first message to its exit code. `run` is for the main thread of a process.
 
-    def __init__(self, steps_address: str, results_address: str):
+    Args:
+        digest_interval: after how many steps the ranks compare their tokens.
+    """
+
+    def __init__(self, steps_address: str, results_address: str, digest_interval: int = DIGEST_INTERVAL):
         self._context = make_context()
         self._steps = PairChannel(self._context, steps_address, bind=False)
         self._results_address = results_address
         self._rank = 0
+        self._group: ParallelGroup | None = None  # once configured
+        self._digest, self._digest_interval = 0, digest_interval
         self._step_id: int | None = None  # of the step that the main thread is at
         self._num_handled = 0  # written by the outcomes thread alone
         # Handles of launched steps; None = a message that was done with when it was put there; Stop = no more.
@@ -81,6 +92,8 @@ class Worker:
         results.join()
         self._steps.close()
         self._context.destroy()
+        if self._group is not None and self._group.size > 1:
+            os._exit(0)  # taking an exchange down in order may wait for ever; the system does it at once
         return 0
 
     def _serve(self) -> None:
@@ -110,6 +123,8 @@ class Worker:
                 case Control():
                     self._launched.put(None)  # a probe: being counted is the answer
                 case Stop():
+                    if self._group is not None:
+                        self._group.wait_for_all(runner.device)  # they may still read from this one's memory
                     self._launched.put(message)
                     return
                 case _:
@@ -124,10 +139,12 @@ class Worker:
             )
         config = EngineConfig.from_wire(json.loads(configure.config_json))
         # Deferred: torch takes seconds to import, and by now the engine sees heartbeats.
-        from minisgl_worker.model_runner import ModelRunner, share_cpu_threads
+        from minisgl_worker.model_runner import ModelRunner
+        from minisgl_worker.parallel import ParallelGroup, share_cpu_threads
 
         share_cpu_threads(config.tp_size)
-        return ModelRunner(config, configure.rank, configure.rendezvous)
+        self._group = ParallelGroup(configure.rank, config.tp_size)
+        return ModelRunner(config, self._group, configure.rendezvous)
 
     def _take_outcomes(self) -> None:
         """The outcomes thread: what was launched, in order. Rank 0 speaks for all, the others just take part."""
@@ -138,10 +155,19 @@ class Worker:
                     result = handle.result()
                     if self._rank == 0:
                         self._outbox.put(result)
+                    self._note_tokens(result)
                 self._num_handled += 1
             self._outbox.put(_End(Stopped(self._rank), 0))
         except Exception as error:  # the process edge; a fault of the device comes to light here
             self._fail(error, handle.step_id)
+
+    def _note_tokens(self, result: Result) -> None:
+        """Let the engine see now and then whether all ranks draw the same."""
+        if self._group is None or self._group.size == 1:
+            return
+        self._digest = zlib.crc32(result.tokens, self._digest)
+        if (result.step_id + 1) % self._digest_interval == 0:
+            self._outbox.put(Digest(result.step_id, self._digest))
 
     def _send_results(self) -> None:
         """The results thread: everything in the outbox, in order, between punctual heartbeats."""
@@ -159,7 +185,7 @@ class Worker:
                 if item is not None:
                     channel.send(item)
                 if time.monotonic() >= next_beat:
-                    channel.send(Heartbeat(self._num_handled))
+                    channel.send(Heartbeat(self._num_handled, self._group.num_collectives if self._group else 0))
                     next_beat = time.monotonic() + HEARTBEAT_S
             channel.send(item.last_words)
             context.destroy()

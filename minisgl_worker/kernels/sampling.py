@@ -40,13 +40,15 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
     return sample_reference(logits, temperature, seeds, positions, first_token_id)
 
 
-def combine_draws(draws: list[Draw]) -> Draw:
-    """The draw from the whole vocabulary, given the draws from its parts in ascending order of their token ids."""
-    scores = torch.stack([draw.scores for draw in draws])
+def combine_draws(tokens: Tensor, scores: Tensor) -> Draw:
+    """The draw from the whole vocabulary, given those from its parts.
+
+    Args:
+        tokens, scores: [num_parts, num_rows] of the parts' draws, in ascending order of their token ids.
+    """
     best = scores.argmax(dim=0, keepdim=True)  # to which NaN is the highest
-    tokens = torch.stack([draw.tokens for draw in draws]).gather(0, best)[0]
     score = scores.gather(0, best)[0]
-    return Draw(tokens, score, ~score.isfinite())
+    return Draw(tokens.gather(0, best)[0], score, ~score.isfinite())
 
 
 def sample_reference(

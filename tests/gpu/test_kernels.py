@@ -174,7 +174,7 @@ def test_sample_from_vocabulary_parts_equals_whole():
     temperature = torch.full((8,), 0.7)
     whole = sampling_triton.sample(logits, temperature, rows, rows, 0)
     parts = [sampling_triton.sample(logits[:, i : i + 1000], temperature, rows, rows, i) for i in (0, 1000, 2000)]
-    combined = combine_draws(parts)
+    combined = combine_draws(torch.stack([p.tokens for p in parts]), torch.stack([p.scores for p in parts]))
     good = ~whole.failed
     assert torch.equal(combined.tokens[good], whole.tokens[good])
     assert combined.failed.tolist() == whole.failed.tolist() == [False] * 5 + [True, False, True]

@@ -30,7 +30,7 @@ class FakeWorker:
         self.lock = threading.Lock()
         self.kind, _, step = os.environ.get("MINISGL_FAKE_FAULT", "").partition(":")
         self.fault_step = int(step or -1)
-        self.handled = 0
+        self.handled = self.num_collectives = 0
         self.lengths: dict[int, int] = {}
         self.decode: list[int] = []
 
@@ -40,7 +40,7 @@ class FakeWorker:
 
     def run(self) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self.send(Heartbeat(0))
+        self.send(Heartbeat(0, 0))
         threading.Thread(target=self.beat, daemon=True).start()
         configure = self.steps.receive(10)
         assert isinstance(configure, Configure)
@@ -69,7 +69,7 @@ class FakeWorker:
     def beat(self) -> None:
         while True:
             time.sleep(0.3)
-            self.send(Heartbeat(self.handled))
+            self.send(Heartbeat(self.handled, self.num_collectives))
 
     def execute(self, step: Step, rank: int) -> None:
         time.sleep(STEP_S)

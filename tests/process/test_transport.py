@@ -60,9 +60,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 3) -> None:
 def test_pair_carries_messages_in_order_both_ways(kind: str, tmp_path: Path, context: zmq.Context) -> None:
     left, right = memory_pair() if kind == "memory" else real_pair(tmp_path, context)
     for i in range(100):
-        left.send(Heartbeat(i))
+        left.send(Heartbeat(i, 0))
         right.send(Pong(i, i))
-    assert [right.receive(1.0) for _ in range(100)] == [Heartbeat(i) for i in range(100)]
+    assert [right.receive(1.0) for _ in range(100)] == [Heartbeat(i, 0) for i in range(100)]
     assert [left.receive(1.0) for _ in range(100)] == [Pong(i, i) for i in range(100)]
     started = time.monotonic()
     assert left.receive(0.0) is None and left.receive(0.05) is None
@@ -77,7 +77,7 @@ def test_pair_whose_peer_stopped_reading_blocks_no_one(kind: str, tmp_path: Path
     started = time.monotonic()
     with pytest.raises(ChannelBlocked):
         for i in range(100_000):
-            left.send(Heartbeat(i))
+            left.send(Heartbeat(i, 0))
     assert time.monotonic() - started < 20
     left.close()
     right.close()
@@ -87,8 +87,8 @@ def test_message_over_the_limit_is_refused_by_the_sender(tmp_path: Path, context
     left, right = real_pair(tmp_path, context)
     with pytest.raises(ValueError, match=str(MAX_FRAME_BYTES)):
         left.send(Abort(bytes(MAX_FRAME_BYTES)))
-    left.send(Heartbeat(1))  # the channel is unharmed
-    assert right.receive(1.0) == Heartbeat(1)
+    left.send(Heartbeat(1, 0))  # the channel is unharmed
+    assert right.receive(1.0) == Heartbeat(1, 0)
     left.close()
     right.close()
 

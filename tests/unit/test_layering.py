@@ -88,7 +88,12 @@ LAYERS = (
         # Its process watches for the end of its parent, and sends heartbeats, before it imports torch.
         deferred=(
             *("gguf", *OPTIONAL, "minisgl_worker.attention.*"),
-            *("minisgl_worker.worker", "minisgl_worker.replay", "minisgl_worker.model_runner"),
+            *(
+                "minisgl_worker.worker",
+                "minisgl_worker.replay",
+                "minisgl_worker.model_runner",
+                "minisgl_worker.parallel",
+            ),
         ),
     ),
 )

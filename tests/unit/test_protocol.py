@@ -17,6 +17,7 @@ from minisgl.protocol import (
     Configure,
     Control,
     ControlAction,
+    Digest,
     EngineFailed,
     Failed,
     Heartbeat,
@@ -74,7 +75,8 @@ GOLDEN: list[tuple[Message, str]] = [
     (Stop(), "9122"),
     (Ready(0, 64, 320, 512, 1, "0.1", "cpu"), "98300040cd0140cd020001a3302e31a3637075"),
     (Result(4, b"\x01\0\0\x80", b"", b""), "953104c40401000080c400c400"),
-    (Heartbeat(5), "923205"),
+    (Heartbeat(5, 6), "93320506"),
+    (Digest(4, 2**32 - 1), "933504ceffffffff"),
     (Failed(None, 1, "E", "t"), "9533c001a145a174"),
     (Stopped(1), "923401"),
 ]  # fmt: skip

@@ -88,7 +88,7 @@ def test_combine_draws_of_parts_equals_whole():
     temperature = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.5])
     whole = sample(logits, temperature, rows, rows)
     parts = [sample(logits[:, i : i + 100], temperature, rows, rows, i) for i in (0, 100, 200)]
-    combined = combine_draws(parts)
+    combined = combine_draws(torch.stack([p.tokens for p in parts]), torch.stack([p.scores for p in parts]))
     assert combined.failed.tolist() == whole.failed.tolist() == [False, False, True, True, False]
     assert torch.equal(combined.tokens[[0, 1, 4]], whole.tokens[[0, 1, 4]])
 

@@ -12,7 +12,8 @@ from minisgl.config import EngineConfig
 from minisgl.errors import ModelLoadError
 from minisgl.protocol import FAILED_ROW_BIT
 from minisgl_worker.memory import available_memory_bytes, fit_pages
-from minisgl_worker.model_runner import ModelRunner, StepHandle, choose_device, share_cpu_threads
+from minisgl_worker.model_runner import ModelRunner, StepHandle
+from minisgl_worker.parallel import choose_device, share_cpu_threads
 from tests.worker.checkpoints import VOCAB_SIZE, make_admit, make_step, read_tokens, write_checkpoint
 
 PAGE_SIZE = 4

@@ -183,7 +183,9 @@ def test_rows_with_extras_are_the_same_alone_and_in_any_batch() -> None:
 class ValuelessSampler(Sampler):
     """Draws on the `meta` device, where tensors have no values: an operation that needs one on the host raises."""
 
-    def _draw(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, is_quiet: np.ndarray) -> Draw:
+    def _draw(
+        self, rule: object, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, is_quiet: np.ndarray
+    ) -> Draw:
         tokens = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         return Draw(tokens, tokens.float(), tokens.bool())
 
