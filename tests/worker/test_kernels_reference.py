@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from minisgl_worker.kernels.activation import silu_mul
 from minisgl_worker.kernels.linear import linear
 from minisgl_worker.kernels.noise import gumbel, row_keys, split_seeds
-from minisgl_worker.kernels.norm import add_rms_norm, rms_norm
+from minisgl_worker.kernels.norm import add_rms_norm_reference, rms_norm, rms_norm_reference
 from minisgl_worker.kernels.rope_append import qk_norm_rope_append
 from minisgl_worker.kernels.sampling import combine_draws, sample
 
@@ -97,8 +97,8 @@ def test_combine_draws_of_parts_equals_whole():
 def test_rms_norm_equals_transformers(dtype):
     x, residual, norm = torch.randn(3, 64, dtype=dtype), torch.randn(3, 64, dtype=dtype), LlamaRMSNorm(64, 1e-5)
     norm.weight.data = torch.randn(64, dtype=dtype)
-    assert torch.equal(rms_norm(x, norm.weight.data, 1e-5), norm(x))
-    normed, total = add_rms_norm(x, residual, norm.weight.data, 1e-5)
+    assert torch.equal(rms_norm_reference(x, norm.weight.data, 1e-5), norm(x))
+    normed, total = add_rms_norm_reference(x, residual, norm.weight.data, 1e-5)
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, norm(x + residual))
 
