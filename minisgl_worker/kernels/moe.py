@@ -6,6 +6,7 @@ from torch import Tensor
 
 from minisgl_worker.kernels.activation import GATED_ACTIVATIONS
 from minisgl_worker.kernels.dispatch import compute_dtype
+from minisgl_worker.kernels.linear import linear
 
 
 def router_logits(x: Tensor, gate: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ def compute_experts(
     chosen, counts = torch.unique_consecutive(expert_ids.flatten()[order], return_counts=True)
     parts = []
     for expert, part in zip(chosen.tolist(), rows.split(counts.tolist()), strict=True):
-        parts.append(F.linear(GATED_ACTIVATIONS[activation](F.linear(part, gate_up[expert])), down[expert]))
+        parts.append(linear(GATED_ACTIVATIONS[activation](linear(part, gate_up[expert])), down[expert]))
     wide = compute_dtype(x.dtype)
     outs = torch.empty(len(order), x.shape[1], dtype=wide, device=x.device)
     if parts:

@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from minisgl_worker.kernels import norm_triton  # Triton is absent where there is no GPU
 
         return norm_triton.rms_norm(x, weight, eps)
-    if (native := kernels_for(x)) is not None:
+    if weight.dtype == x.dtype and (native := kernels_for(x)) is not None:
         return native.rms_norm(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
 
@@ -40,7 +40,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         from minisgl_worker.kernels import norm_triton  # Triton is absent where there is no GPU
 
         return norm_triton.add_rms_norm(x, residual, weight, eps)
-    if (native := kernels_for(x)) is not None and residual.is_contiguous():
+    if weight.dtype == x.dtype and (native := kernels_for(x)) is not None and residual.is_contiguous():
         return native.add_rms_norm(x, residual, weight, eps)
     return add_rms_norm_reference(x, residual, weight, eps)
 

@@ -38,7 +38,8 @@ def qk_norm_rope_append(
         from minisgl_worker.kernels import rope_append_triton  # Triton is absent where there is no GPU
 
         return rope_append_triton.qk_norm_rope_append(*arguments)
-    if k_cache.shape[-1] % (2 * VECTOR) == 0 and (native := kernels_for(qkv)) is not None:
+    is_one_dtype = all(weight is None or weight.dtype == qkv.dtype for weight in (q_weight, k_weight))
+    if is_one_dtype and k_cache.shape[-1] % (2 * VECTOR) == 0 and (native := kernels_for(qkv)) is not None:
         return native.qk_norm_rope_append(*arguments)
     return qk_norm_rope_append_reference(*arguments)
 

@@ -69,11 +69,11 @@ def save_randomised(model: torch.nn.Module, folder: Path) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
-def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
-    """What transformers computes: [len(token_ids), vocab] fp32."""
+def reference_logits(folder: Path, token_ids: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What transformers computes in `dtype`: [len(token_ids), vocab] fp32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     with torch.no_grad():
         return model(torch.tensor([token_ids])).logits[0].float()
 
