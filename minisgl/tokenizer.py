@@ -7,6 +7,7 @@ from typing import Any
 from minisgl.detokenizer import TextDecoder
 from minisgl.errors import InvalidRequest, ModelLoadError
 from minisgl.gguf_tokenizer import load_gguf_tokenizer
+from minisgl.json_file import JsonFile
 from minisgl.model_folder import ModelFolder
 
 TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -97,11 +98,11 @@ def load_tokenizer(model: ModelFolder) -> Any | None:
     if (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast  # deferred: takes a second
 
-        return _prepare(_load(PreTrainedTokenizerFast, folder))
+        return _add_template(_prepare(_load(PreTrainedTokenizerFast, folder)), folder)
     if any((folder / name).is_file() for name in TOKENIZER_FILES):
         from transformers import AutoTokenizer  # deferred: imports torch
 
-        return _prepare(_load(AutoTokenizer, folder))
+        return _add_template(_prepare(_load(AutoTokenizer, folder)), folder)
     return None
 
 
@@ -110,6 +111,18 @@ def _load(loader: Any, folder: Path) -> Any:
         return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a broken file
         raise ModelLoadError(f"cannot load the tokenizer of {folder}: {type(error).__name__}: {error}") from None
+
+
+def _add_template(tokenizer: Any, folder: Path) -> Any:
+    """Add the template of chat_template.json, where models of text and images have theirs, if there is no other."""
+    file = folder / "chat_template.json"
+    if not tokenizer.chat_template and file.is_file():
+        values = JsonFile(file)
+        template = values.values.get("chat_template")
+        if not isinstance(template, str):
+            raise values.fail("chat_template", template, "a template")
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 def _prepare(tokenizer: Any) -> Any:

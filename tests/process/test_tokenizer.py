@@ -101,6 +101,44 @@ def test_loading_spares_torch(tmp_path):
     assert subprocess.run([sys.executable, "-c", code, str(folder)], timeout=60).returncode == 0
 
 
+TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"])
+def test_chat_template_is_found_in_every_place(tmp_path, place):
+    folder = write_folder(tmp_path / "model", make_byte_tokenizer())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    write_json(folder / "tokenizer_config.json", config)
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        load(folder).encode_chat([{"role": "user", "content": "hi"}])
+    if place == "tokenizer_config.json":
+        write_json(folder / place, {**config, "chat_template": TEMPLATE})
+    elif place == "chat_template.json":
+        write_json(folder / place, {"chat_template": 5})
+        with pytest.raises(ModelLoadError, match=r"chat_template\.json: chat_template is 5"):
+            load(folder)
+        write_json(folder / place, {"chat_template": TEMPLATE})
+    else:
+        (folder / place).write_text(TEMPLATE)
+    assert bytes(load(folder).encode_chat([{"role": "user", "content": "hi"}])) == b"[hi]"
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__base__.__subclasses__() }}", "{{ messages.append(1) }}"],
+)
+def test_chat_template_runs_in_the_sandbox(tmp_path, template):
+    folder = write_folder(tmp_path / "model", make_byte_tokenizer())
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(InvalidRequest, match="SecurityError"):
+        load(folder).encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_folder_without_tokenizer_files_has_none(tmp_path):
+    assert load_tokenizer(resolve_model(str(write_folder(tmp_path)))) is None
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # GGUF
 
