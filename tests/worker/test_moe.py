@@ -7,11 +7,13 @@ import torch
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ModelLoadError
+from minisgl.model_folder import resolve_model
 from minisgl_worker.kernels.moe import compute_experts, route
 from minisgl_worker.layers import Place
 from minisgl_worker.model_runner import ModelRunner
-from minisgl_worker.moe import choose_moe_backend
+from minisgl_worker.moe import SparseMLP, choose_moe_backend
 from minisgl_worker.parallel import ParallelGroup
+from minisgl_worker.weights import load_weights
 from tests.worker.checkpoints import write_checkpoint
 
 
@@ -60,3 +62,24 @@ def test_backend_of_experts_is_chosen_or_refused_by_name(tmp_path: Path) -> None
     config = EngineConfig.from_options(folder, {"device": "cpu", "num_pages": 4, "moe_backend": "triton"})
     with pytest.raises(ModelLoadError, match="moe_backend triton needs an NVIDIA GPU"):
         ModelRunner(config)
+
+
+class Alone(ParallelGroup):
+    """A rank whose sum is its own part."""
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_shares_of_two_ranks_sum_to_the_whole(tmp_path: Path) -> None:
+    model = resolve_model(str(write_checkpoint(tmp_path / "m", "Qwen3MoeForCausalLM")))
+
+    def layer(rank: int, size: int) -> SparseMLP:
+        made = SparseMLP(model.config, Place(Alone(rank, size), torch.float32, torch.device("cpu")))
+        load_weights(made.weights("model.layers.1.mlp"), model)
+        return made
+
+    x = torch.randn(9, 32)
+    parts = [layer(rank, 2)(x) for rank in range(2)]
+    assert parts[0].abs().max() > 0.01
+    assert (parts[0] + parts[1] - layer(0, 1)(x)).abs().max() < 1e-5
