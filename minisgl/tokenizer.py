@@ -1,5 +1,6 @@
 """Loads a model's tokenizer, and encodes prompts and conversations with it. No code from the model folder is run."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from minisgl.model_folder import ModelFolder
 
 TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 Message = Mapping[str, Any]
+
+logger = logging.getLogger(__name__)
 
 
 class PromptEncoder:
@@ -86,15 +89,21 @@ def check_messages(messages: object) -> None:
 def load_tokenizer(model: ModelFolder) -> Any | None:
     """The tokenizer of a model folder or GGUF file; None when the folder has no tokenizer files.
 
+    Warns when neither it nor the model names an end id: answers would then run to their length.
+
     A `tokenizer.json` is used as it is, with no class of its own: that is exact, runs nothing from the folder, and
     spares the import of torch.
 
     Raises:
         ModelLoadError: a tokenizer file is broken; names the file.
     """
-    if model.is_gguf:
-        return load_gguf_tokenizer(model.path)
-    folder = model.path
+    tokenizer = load_gguf_tokenizer(model.path) if model.is_gguf else _load_from_folder(model.path)
+    if tokenizer is not None and tokenizer.eos_token_id is None and not model.stop_ids:
+        logger.warning("%s: neither the model nor its tokenizer names an end-of-sequence id", model.path)
+    return tokenizer
+
+
+def _load_from_folder(folder: Path) -> Any | None:
     if (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast  # deferred: takes a second
 

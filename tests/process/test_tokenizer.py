@@ -135,6 +135,16 @@ def test_chat_template_runs_in_the_sandbox(tmp_path, template):
         load(folder).encode_chat([{"role": "user", "content": "hi"}])
 
 
+def test_model_without_any_end_id_is_warned_of(tmp_path, caplog):
+    made = make_byte_tokenizer()
+    assert load(write_folder(tmp_path / "one", made, eos_token_id=None)).end_id == 257 and not caplog.text
+    folder = write_folder(tmp_path / "none", made, eos_token_id=None)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    write_json(folder / "tokenizer_config.json", {**config, "eos_token": None})
+    load(folder)
+    assert "names an end-of-sequence id" in caplog.text
+
+
 def test_folder_without_tokenizer_files_has_none(tmp_path):
     assert load_tokenizer(resolve_model(str(write_folder(tmp_path)))) is None
 
