@@ -231,7 +231,7 @@ class WorkerGroup:
                         f"worker rank {worker.rank} is version {message.package_version} (protocol "
                         f"{message.protocol_version}), the engine is {__version__} (protocol {PROTOCOL_VERSION})"
                     )
-                worker.ready = message
+                worker.ready, worker.last_progress = message, time.monotonic()  # loading took what it took
             case Digest():
                 self._compare(worker.rank, message)
             case Failed() if message.kind == PeerLost.__name__ and len(self._workers) > 1:

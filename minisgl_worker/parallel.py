@@ -193,6 +193,7 @@ def stay_on_this_machine() -> None:
     if LOOPBACK in [name for _, name in socket.if_nameindex()]:
         os.environ.update(GLOO_SOCKET_IFNAME=LOOPBACK, NCCL_SOCKET_IFNAME=LOOPBACK)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 @contextmanager

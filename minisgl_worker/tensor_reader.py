@@ -21,6 +21,9 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 
+MIN_PIECE_BYTES = 4096  # of a row's columns: reading less than the system's own page, apart, saves nothing
+
+
 def read_exactly(file: int, target: memoryview, offset: int, path: Path) -> None:
     """Fill `target` from byte `offset` of an open file. Raises ModelLoadError when the file ends before."""
     position = 0
@@ -50,6 +53,18 @@ class SafetensorsReader:
         used = buffer[: (stop - start) * self.row_bytes]
         self.read_into(start, used)
         return used.view(self.dtype).view(stop - start, *self.shape[1:])
+
+    def read_columns(self, rows: range, columns: range, buffer: Tensor) -> Tensor:
+        """Some columns of a matrix's rows, otherwise as `read`; where pieces are large, no other bytes are read."""
+        piece_bytes = len(columns) * self.dtype.itemsize
+        if not MIN_PIECE_BYTES <= piece_bytes < self.row_bytes:
+            return self.read(rows.start, rows.stop, buffer)[:, columns.start : columns.stop]
+        used = buffer[: len(rows) * piece_bytes]
+        pieces, first = memoryview(used.numpy()), self._tensor.offset_bytes + columns.start * self.dtype.itemsize
+        for i, row in enumerate(rows):
+            piece = pieces[i * piece_bytes : (i + 1) * piece_bytes]
+            read_exactly(self._file, piece, first + row * self.row_bytes, self._tensor.file)
+        return used.view(self.dtype).view(len(rows), len(columns))
 
     def read_into(self, start: int, target: Tensor) -> None:
         """The bytes from row `start` on, as many as `target` holds, [num_bytes] u8 cpu."""
@@ -90,3 +105,7 @@ class GgufReader:
             pairs = values.reshape(-1, self._rotary_head_dim // 2, 2, *self.shape[1:])
             values = pairs.transpose(1, 2).reshape(values.shape)
         return values
+
+    def read_columns(self, rows: range, columns: range, buffer: Tensor) -> Tensor:
+        """Some columns of a matrix's rows, otherwise as `read`. Whole rows are read: they are made of blocks."""
+        return self.read(rows.start, rows.stop, buffer)[:, columns.start : columns.stop]

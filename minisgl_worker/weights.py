@@ -153,8 +153,9 @@ def _load_tensor(reader: Reader, sources: list[WeightSource], threads: _ThreadSt
                 _load_rows(reader, source.target, start, stop, staging)
             else:
                 for first, last in _chunks(reader, 0, source.full_shape[0]):
-                    rows = reader.read(first, last, staging.take((last - first) * reader.row_bytes))
-                    staging.store(source.target[first:last], rows[:, start:stop])
+                    buffer = staging.take((last - first) * reader.row_bytes)
+                    values = reader.read_columns(range(first, last), range(start, stop), buffer)
+                    staging.store(source.target[first:last], values)
             if source.offset:
                 staging.add(source.target, source.offset)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.config import EngineConfig
+from minisgl.model_config import MoeConfig
 from minisgl.model_folder import ModelConfig, read_folder
 from minisgl_worker.attention.base import ForwardBatch
 from minisgl_worker.batch import SlotState
@@ -16,6 +17,7 @@ from minisgl_worker.kernels.sampling import sample
 from minisgl_worker.kv_cache import KVCache
 from minisgl_worker.layers import Attention, ColumnLinear, GatedMLP, RowLinear, Vocabulary
 from minisgl_worker.model_runner import ModelRunner
+from minisgl_worker.moe import SparseMLP
 from minisgl_worker.parallel import ParallelGroup
 from minisgl_worker.sampler import Sampler
 from minisgl_worker.vocabulary import SharedVocabulary
@@ -121,6 +123,22 @@ def test_vocabulary_embeds_and_scores_as_the_whole(num_ranks: int, num_rows: int
     assert_on_every_rank(list(gathered), whole.logits(hidden))
     assert len({part.shape for part in own}) == 1
     assert torch.cat(own, 1)[:, vocab_size:].eq(-torch.inf).all()
+
+
+@RANKS
+@BATCH
+def test_experts_columns_are_shared_and_summed_once(config: ModelConfig, num_ranks: int, num_rows: int) -> None:
+    x = torch.randn(num_rows, HIDDEN)
+    model = replace(config, moe=MoeConfig(5, 2, 36, True, frozenset({0})))
+    whole = SparseMLP(model, whole_place())
+    values = fill_whole(list(whole.weights("m")))
+
+    def run(group: ParallelGroup) -> Tensor:
+        layer = SparseMLP(model, place_of(group))
+        fill_share(list(layer.weights("m")), values)
+        return layer(x)
+
+    assert_on_every_rank(run_ranks(num_ranks, run), whole(x))
 
 
 class EchoAttention:
@@ -249,6 +267,9 @@ def shard(logits: Tensor, group: ParallelGroup) -> Tensor:
 MODELS = [
     ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "vocab_size": 97}),
     ("LlamaForCausalLM", {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}),
+    ("Qwen2ForCausalLM", {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 36}),
+    ("Qwen3MoeForCausalLM", {"num_attention_heads": 12, "num_key_value_heads": 4}),
+    ("Gemma3ForCausalLM", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     ("Qwen3ForCausalLM", {"num_attention_heads": 12, "num_key_value_heads": 1}),
     ("Qwen3ForCausalLM", {"num_attention_heads": 12, "num_key_value_heads": 2}),
     ("Qwen3ForCausalLM", {"num_attention_heads": 12, "num_key_value_heads": 12, "attention_bias": True}),

@@ -138,3 +138,30 @@ def test_slices_of_ranks_are_read_from_rows_and_columns(folder: Path) -> None:
         ]
         load_weights(sources, model)
         assert torch.equal(rows, whole[32:].to(dtype)) and torch.equal(columns, whole[:, 24:].to(dtype) + 1)
+
+
+def test_rank_reads_the_bytes_of_its_slices_and_no_others(tmp_path: Path) -> None:
+    """Counted by the system, for both kinds of slices of matrices as large as a model's."""
+    config = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    folder = write_checkpoint(tmp_path / "m", "LlamaForCausalLM", **config)
+    model = resolve_model(str(folder))
+    names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("up", "down")]
+    whole = load_file(folder / "model.safetensors")
+    for num_ranks in (1, 2):
+        share, rank = 4096 // num_ranks, num_ranks - 1
+        rows, columns = torch.zeros(share, 2048), torch.zeros(2048, share)
+        sources = [
+            WeightSource(names[0], rows, (4096, 2048), 0, rank * share, share),
+            WeightSource(names[1], columns, (2048, 4096), 1, rank * share, share),
+        ]
+        before = count_bytes_read()
+        load_weights(sources, model)
+        num_bytes = 2 * rows.numel() * 4
+        assert num_bytes <= count_bytes_read() - before < 1.01 * num_bytes
+        assert torch.equal(rows, whole[names[0]][rank * share :])
+        assert torch.equal(columns, whole[names[1]][:, rank * share :])
+
+
+def count_bytes_read() -> int:
+    """Bytes that this process has read so far, from files or their cache."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
