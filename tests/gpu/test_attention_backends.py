@@ -136,7 +136,7 @@ def test_one_long_row_among_255_short_ones_equals_reference(device, name) -> Non
     lengths = [40_960, *(1 + 7 * i % 50 for i in range(255))]
     requests = Requests(setup, lengths, width=2560)
     order = random.Random(0).sample(range(256), 256)
-    short = [min(length, 3) for length in lengths]
+    short = [min(lengths[request], 3) for request in order]
     steps = [requests.host_rows(order), requests.host_rows(order, short), requests.host_rows(order[::-1])]
     check_replays(make(name, setup), requests, steps)
     check_eager(make(name, setup), requests, requests.batch(order, []))
