@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from minisgl import __version__
 from minisgl.config import add_engine_flags, read_engine_flags
@@ -196,7 +197,7 @@ def _read_sampling(parsed: argparse.Namespace) -> SamplingParams:
     )
 
 
-def _get_options(parsed: argparse.Namespace, model: str | None) -> dict[str, object]:
+def _get_options(parsed: argparse.Namespace, model: str | None) -> dict[str, Any]:
     """The engine's options that were given as flags. Raises ValueError naming option and value."""
     values = read_engine_flags(model or "unnamed", parsed).to_wire()
     return {name: value for name, value in values.items() if name != "model" and getattr(parsed, name) is not None}

@@ -28,7 +28,8 @@ FRONTEND = (
     *("minisgl.client", "minisgl.connection", "minisgl.mailbox"),
 )
 SERVER = ("minisgl.server", "minisgl.server.*")
-COMMANDS = ("minisgl.cli", "minisgl.__main__", "minisgl.chat")
+COMMANDS = ("minisgl.cli", "minisgl.__main__")
+CHAT = ("minisgl.chat",)
 WORKER = ("minisgl_worker", "minisgl_worker.*")
 # Modules of the worker whose libraries a machine without a GPU may lack: others import them only when they use them.
 OPTIONAL = (
@@ -86,8 +87,9 @@ LAYERS = (
     Layer(
         modules=COMMANDS,
         own=(*BASE, "minisgl.config", *COMMANDS),
-        deferred=(*SERVER, *FRONTEND, "minisgl.chat", "prompt_toolkit", "rich"),
+        deferred=(*SERVER, *FRONTEND, *CHAT),
     ),
+    Layer(modules=CHAT, own=(*BASE, *FRONTEND), third_party=("prompt_toolkit", "rich")),
     Layer(
         modules=OPTIONAL,
         own=(*BASE, *MODEL, *WIRE, *WORKER),
