@@ -161,8 +161,9 @@ class Answer:
 
     async def _merged(self) -> AsyncIterator[dict[str, Any]]:
         if len(self.streams) == 1:
-            async for delta in self.streams[0]:
-                yield delta
+            while joined := await self.streams[0].take_joined():
+                for delta in joined:
+                    yield delta
             return
         queue: asyncio.Queue[dict[str, Any] | BaseException | None] = asyncio.Queue(MAX_UNREAD_DELTAS)
         tasks = [asyncio.create_task(self._pump(i, stream, queue)) for i, stream in enumerate(self.streams)]
@@ -184,8 +185,9 @@ class Answer:
         self, number: int, stream: AsyncTextStream, queue: "asyncio.Queue[dict[str, Any] | BaseException | None]"
     ) -> None:
         try:
-            async for delta in stream:
-                await queue.put({**delta, "index": number * self.call.params.n + delta["index"]})
+            while joined := await stream.take_joined():
+                for delta in joined:
+                    await queue.put({**delta, "index": number * self.call.params.n + delta["index"]})
             await queue.put(None)
         except Exception as error:  # raised again by the reader
             await queue.put(error)
