@@ -15,7 +15,7 @@ from minisgl.config import EngineConfig, engine_arguments
 from minisgl.core import SamplingParams
 from minisgl.errors import ModelLoadError
 from minisgl.model_folder import ModelFolder, resolve_model
-from minisgl.request_builder import RequestBuilder, list_params, list_prompts
+from minisgl.request_builder import RequestBuilder, check_text, list_params, list_prompts
 from minisgl.streams import AsyncTextStream, RequestStream, TextStream
 from minisgl.supervisor import ChildProcess, PrivateFolder, spawn
 from minisgl.tokenizer import Message, PromptEncoder, load_tokenizer
@@ -145,6 +145,41 @@ class LLM:
         """As `stream`, for `async for`; called where an event loop runs."""
         prompt_ids, params = self._check_one(prompt, sampling_params)
         return self._remember(AsyncTextStream(self._client, self._builder, self._decoder, prompt_ids, params))
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, as `generate` makes them. Slow for long texts; any thread may call it."""
+        encoder = self._get_encoder()
+        for i, text in enumerate(texts):
+            check_text(i, text)
+        return encoder.encode(texts)
+
+    def encode_chat(self, messages: Sequence[Message], template_options: Mapping[str, Any] | None = None) -> list[int]:
+        """The ids of a conversation, as `chat` makes them. Slow; any thread may call it."""
+        return self._get_encoder().encode_chat(messages, template_options)
+
+    def check_alive(self) -> None:
+        """Raise EngineDead if the engine is gone."""
+        self._client.check_alive()
+
+    @property
+    def model_path(self) -> Path:
+        """The model's folder, or its .gguf file."""
+        return self._model_path
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and output of one request together, at most."""
+        return self._client.welcome.context_limit_tokens
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV memory holds, of all requests together."""
+        return self._client.welcome.num_pages * self._client.welcome.page_size
+
+    @property
+    def window(self) -> int:
+        """Samples that may be outstanding in the engine; more wait here."""
+        return self._client.welcome.window
 
     def abort(self, request_id: int) -> None:
         """End a stream early: its last delta says "abort". Ids that are unknown or finished are ignored."""

@@ -87,6 +87,13 @@ class AsyncMailbox:
                 await self._arrived.wait()
         return self._outputs.popleft()
 
+    def take_waiting(self) -> list[Output]:
+        """All outputs that are there already, perhaps none."""
+        outputs: list[Output] = []
+        while self._outputs:  # the connection's thread appends meanwhile
+            outputs += self._outputs.popleft()
+        return outputs
+
     def _wake(self) -> None:
         try:
             self._loop.call_soon_threadsafe(self._arrived.set)

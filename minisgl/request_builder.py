@@ -130,10 +130,7 @@ class RequestBuilder:
         if self._encoder is None:
             raise InvalidRequest(f"prompt {places[0]} is text, but the model has no tokenizer; give token ids")
         for i, text in zip(places, texts, strict=True):
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise InvalidRequest(f"prompt {i} is not valid text: {error}") from None
+            check_text(i, text)
         return self._encoder.encode(texts)
 
     def _read_id(self, index: int, token_id: Any) -> int:
@@ -150,6 +147,14 @@ class RequestBuilder:
             f"prompt {index}: token id {token_id} is out of range, the vocabulary has {self._vocab_size} ids "
             f"(0..{self._vocab_size - 1})"
         )
+
+
+def check_text(index: int, text: str) -> None:
+    """Raises InvalidRequest for half of a surrogate pair, which has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"prompt {index} is not valid text: {error}") from None
 
 
 def list_prompts(prompts: object) -> Sequence[object]:

@@ -130,6 +130,26 @@ class AsyncTextStream(RequestStream, AsyncIterator[dict[str, Any]]):
             self._add(await self._mailbox.take())
         return self._deltas.popleft()
 
+    async def take_joined(self) -> list[dict[str, Any]]:
+        """Wait for a delta, then take all that are there, joined to one for each sample. Empty at the end.
+
+        A reader that falls behind so gets fewer and longer deltas.
+        """
+        while not self._deltas:
+            if self.is_finished:
+                return []
+            self._add(await self._mailbox.take())
+        self._add(self._mailbox.take_waiting())
+        joined: dict[int, dict[str, Any]] = {}
+        while self._deltas:
+            delta = self._deltas.popleft()
+            earlier = joined.get(delta["index"])
+            if earlier is not None:
+                for name in ("text", "token_ids", *(["logprobs"] if "logprobs" in delta else [])):
+                    delta[name] = earlier[name] + delta[name]
+            joined[delta["index"]] = delta
+        return list(joined.values())
+
     async def aclose(self) -> None:
         """As `close`, for those who treat it as an asynchronous generator."""
         self.close()

@@ -18,8 +18,11 @@ from minisgl.lifeline import watch_parent
 from minisgl.protocol import PROTOCOL_VERSION, Configure, Failed, Heartbeat, Ready, Result, Step, Stop, Stopped
 from minisgl.transport import PairChannel, make_context
 
-VOCAB_SIZE = 100
-STEP_S = 0.002
+# Tokens stay below 100; a larger vocabulary lets a tokenizer fit, a longer context lets requests last.
+VOCAB_SIZE = int(os.environ.get("MINISGL_FAKE_VOCAB", "100"))
+NUM_TOKENS = 100
+CONTEXT_TOKENS = int(os.environ.get("MINISGL_FAKE_CONTEXT", "256"))
+STEP_S = float(os.environ.get("MINISGL_FAKE_STEP_S", "0.002"))
 
 
 class FakeWorker:
@@ -56,7 +59,7 @@ class FakeWorker:
         if self.kind == "never_ready":
             time.sleep(60)
         version = "9.9" if self.kind == "wrong_version" else __version__
-        self.send(Ready(rank, config["num_pages"] or 64, VOCAB_SIZE, 256, PROTOCOL_VERSION, version, "fake"))
+        self.send(Ready(rank, config["num_pages"] or 64, VOCAB_SIZE, CONTEXT_TOKENS, PROTOCOL_VERSION, version, "fake"))
         self.handled = 1
         while not isinstance(message := self.steps.receive(None), Stop):
             if isinstance(message, Step):
@@ -83,7 +86,7 @@ class FakeWorker:
         for slot, start, length, is_last in np.frombuffer(step.prefills, "<i4").reshape(-1, 4).tolist():
             self.lengths[slot] = start + length
             rows += [slot] if is_last else []
-        tokens = [10 + self.lengths[slot] % (VOCAB_SIZE - 10) for slot in rows]
+        tokens = [10 + self.lengths[slot] % (NUM_TOKENS - 10) for slot in rows]
         step_id = step.step_id
         if step_id == self.fault_step:
             step_id, tokens = self.misbehave(step_id, tokens, rank)

@@ -26,8 +26,10 @@ ENGINE = ("minisgl.engine", "minisgl.frontends", "minisgl.worker_group")
 FRONTEND = (
     *("minisgl.llm", "minisgl.batch_call", "minisgl.streams", "minisgl.completion", "minisgl.request_builder"),
     *("minisgl.client", "minisgl.connection", "minisgl.mailbox"),
-    *("minisgl.cli", "minisgl.__main__", "minisgl.server", "minisgl.server.*"),
 )
+SERVER = ("minisgl.server", "minisgl.server.*")
+COMMANDS = ("minisgl.cli", "minisgl.__main__")
+CHAT = ("minisgl.chat",)
 WORKER = ("minisgl_worker", "minisgl_worker.*")
 # Modules of the worker whose libraries a machine without a GPU may lack: others import them only when they use them.
 OPTIONAL = (
@@ -76,6 +78,18 @@ LAYERS = (
         third_party=("numpy",),
         deferred=("tqdm",),
     ),
+    Layer(
+        modules=SERVER,
+        own=(*BASE, *MODEL, *WIRE, *FRONTEND, *SERVER),
+        third_party=("fastapi", "starlette", "uvicorn", "prometheus_client"),
+    ),
+    # Help and version answer at once: whatever a command needs is imported when it runs.
+    Layer(
+        modules=COMMANDS,
+        own=(*BASE, "minisgl.config", *COMMANDS),
+        deferred=(*SERVER, *FRONTEND, *CHAT),
+    ),
+    Layer(modules=CHAT, own=(*BASE, *FRONTEND), third_party=("prompt_toolkit", "rich")),
     Layer(
         modules=OPTIONAL,
         own=(*BASE, *MODEL, *WIRE, *WORKER),
