@@ -14,6 +14,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -65,6 +66,8 @@ def main() -> None:
     if not args.no_limit:
         result |= find_limits(args, model, options, workload, one_request)
     print_table(result)
+    if args.breakdown:
+        print_breakdown(model, options, workload)
     print(json.dumps(result | {"commit": describe_commit(), "machine": describe_machine()}))
 
 
@@ -105,6 +108,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--bandwidth", type=float, help="GB/s of the device, for the limit; measured if not given")
     parser.add_argument("--matmul", type=float, help="TFLOP/s of the device, for the limit; measured if not given")
+    parser.add_argument("--breakdown", action="store_true", help="also print where the time of the batch's steps goes")
     parser.add_argument("--no-limit", action="store_true", help="leave the limit out")
     args = parser.parse_args()
     if args.repeat < 1 or args.warmup < 0:
@@ -178,6 +182,17 @@ def time_first_token(llm: LLM, workload: Workload, repetition: int) -> float:
     for _ in llm.stream(prompts[0], SamplingParams(temperature=workload.temperature, max_tokens=2, ignore_eos=True)):
         return time.perf_counter() - start
     raise SystemExit("the stream ended without a token")
+
+
+def print_breakdown(model: str, options: dict[str, Any], workload: Workload) -> None:
+    """Record one repetition in an engine of its own, and let a worker alone replay it under a profiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/steps"
+        with LLM(model, **options, record_steps=file) as llm:
+            generate(llm, workload, 1)
+        command = [sys.executable, "-m", "minisgl_worker", "--replay", file, "--breakdown"]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    print("\n".join(output.splitlines()[:-1]))
 
 
 def summarize(prefix: str, workload: Workload, seconds: list[float]) -> dict[str, Any]:

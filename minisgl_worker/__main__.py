@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1, help="with --replay: number of runs")
     parser.add_argument("--expect", metavar="DIGEST", help="with --replay: exit 1 unless the tokens have this digest")
     parser.add_argument("--trace", metavar="FILE", help="with --replay: write a profile of the last run")
+    parser.add_argument("--breakdown", action="store_true", help="with --replay: print where a step's time goes")
     arguments = parser.parse_args()
     if arguments.repeat < 1:
         parser.error(f"--repeat must be at least 1, got {arguments.repeat}")
@@ -48,7 +49,9 @@ def main() -> int:
     if arguments.replay:
         from minisgl_worker.replay import replay  # it imports torch, which a worker's start must not wait for
 
-        return replay(arguments.replay, arguments.repeat, arguments.trace, arguments.expect)
+        return replay(
+            arguments.replay, arguments.repeat, arguments.trace, arguments.expect, has_breakdown=arguments.breakdown
+        )
     if not arguments.steps or not arguments.results:
         parser.error("--steps and --results are needed, or --replay")
     if arguments.death_fd is not None:

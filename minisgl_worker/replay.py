@@ -21,6 +21,7 @@ import torch
 from minisgl.config import EngineConfig
 from minisgl.errors import EXIT_START, MinisglError, ProtocolError, ProtocolMismatch
 from minisgl.protocol import PROTOCOL_VERSION, Configure, Message, Step, decode
+from minisgl_worker.breakdown import break_down
 from minisgl_worker.model_runner import ModelRunner, StepHandle
 
 EXIT_UNEXPECTED = 1  # the tokens are not those of --expect
@@ -44,11 +45,14 @@ class _Run:
     digest: str  # of all tokens in their order
 
 
-def replay(file: str, repeat: int = 1, trace: str | None = None, expect: str | None = None) -> int:
+def replay(
+    file: str, repeat: int = 1, trace: str | None = None, expect: str | None = None, *, has_breakdown: bool = False
+) -> int:
     """Run every step of a recording `repeat` times; prints a table, and one JSON object as its last line.
 
     Args:
         trace: file that receives a profile of the last run, for chrome://tracing and its like.
+        has_breakdown: run once more, and print where the time of some steps goes.
         expect: the digest that an earlier replay printed; tokens that differ are exit code 1.
 
     Returns:
@@ -73,6 +77,9 @@ def replay(file: str, repeat: int = 1, trace: str | None = None, expect: str | N
             print(profile.key_averages().table(sort_by=where, row_limit=25, max_name_column_width=60), file=sys.stderr)
         else:
             runs.append(_run(runner, recording.steps, config.max_steps_in_flight))
+    if has_breakdown:
+        for part in break_down(runner, recording.steps, config.max_steps_in_flight):
+            print(part.format())
     _print_report(runs, len(recording.steps), runner.summary())
     if expect is not None and {run.digest for run in runs} != {expect}:
         found = ", ".join(sorted({run.digest for run in runs}))

@@ -5,6 +5,7 @@ serves, with the same results but for rounding, at about a third of the speed. T
 named after the source, the compiler and the processor, and takes some two seconds to build, once.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -14,7 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -139,6 +140,29 @@ class NativeKernels:
             _num_threads(),
         )  # fmt: skip
         return out
+
+
+@contextlib.contextmanager
+def named_in_profiles() -> Iterator[None]:
+    """Within this, each call of a kernel shows in torch's profiles as `native::NAME`."""
+    plain = {kernels: dict(vars(kernels)) for kernels in _load_kernels().values()}
+    for kernels, attributes in plain.items():
+        for name, function in attributes.items():
+            if isinstance(function, ctypes._CFuncPtr):
+                setattr(kernels, name, _named(function, f"native::{name.strip('_')}"))
+    try:
+        yield
+    finally:
+        for kernels, attributes in plain.items():
+            vars(kernels).update(attributes)
+
+
+def _named(function: Callable[..., None], name: str) -> Callable[..., None]:
+    def call(*arguments: object) -> None:
+        with torch.profiler.record_function(name):
+            function(*arguments)
+
+    return call
 
 
 def kernels_for(x: Tensor) -> NativeKernels | None:
