@@ -37,7 +37,6 @@ def check_sum(group: ParallelGroup, device: torch.device, shape: tuple[int, ...]
             error = (found.float().cpu() - expected).abs() / (1 + expected.abs())
             assert error.max() < tolerance, f"{shape} {dtype}: off by {error.max()}"
         assert (gathered == gathered[0]).all(), f"{shape} {dtype}: the ranks' sums differ"
-        assert torch.equal(eager, captured), f"{shape} {dtype}: a replay differs from a call"
 
 
 def check_gather(group: ParallelGroup, device: torch.device) -> None:

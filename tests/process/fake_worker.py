@@ -1,7 +1,9 @@
-"""A worker without torch, with faults on demand: `MINISGL_FAKE_FAULT` is `kind` or `kind:step`.
+"""A worker without torch, with faults on demand: `MINISGL_FAKE_FAULT` is `kind` or `kind:step`, for all ranks, or
+several `kind:step@rank` with commas between them.
 
 Its tokens are a function of the slot's length alone, so they repeat. Kinds: die_loading, fail_loading, bad_model,
-never_ready, wrong_version; and at a step: raise, exit0, kill, hang, freeze, wrong_step, repeat, failed_row.
+never_ready, wrong_version; and at a step: raise, exit0, kill, hang, freeze, wrong_step, repeat, failed_row, peer_lost,
+late_raise, late_kill.
 """
 
 import json
@@ -31,8 +33,7 @@ class FakeWorker:
         self.steps = PairChannel(context, steps, bind=False)
         self.results = PairChannel(context, results, bind=False)
         self.lock = threading.Lock()
-        self.kind, _, step = os.environ.get("MINISGL_FAKE_FAULT", "").partition(":")
-        self.fault_step = int(step or -1)
+        self.kind, self.fault_step = "", -1
         self.handled = self.num_collectives = 0
         self.lengths: dict[int, int] = {}
         self.decode: list[int] = []
@@ -48,6 +49,7 @@ class FakeWorker:
         configure = self.steps.receive(10)
         assert isinstance(configure, Configure)
         rank, config = configure.rank, json.loads(configure.config_json)
+        self.take_fault(rank)
         if self.kind == "die_loading":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.kind in ("fail_loading", "bad_model"):
@@ -68,6 +70,13 @@ class FakeWorker:
         self.send(Stopped(rank))
         time.sleep(0.05)
         return 0
+
+    def take_fault(self, rank: int) -> None:
+        for fault in os.environ.get("MINISGL_FAKE_FAULT", "").split(","):
+            what, _, whose = fault.partition("@")
+            if not whose or int(whose) == rank:
+                self.kind, _, step = what.partition(":")
+                self.fault_step = int(step or -1)
 
     def beat(self) -> None:
         while True:
@@ -94,7 +103,13 @@ class FakeWorker:
             self.send(Result(step_id, np.array(tokens, "<u4").tobytes(), b"", b""))
 
     def misbehave(self, step_id: int, tokens: list[int], rank: int) -> tuple[int, list[int]]:
-        match self.kind:
+        if self.kind.startswith("late_"):
+            time.sleep(0.6)
+        match self.kind.removeprefix("late_"):
+            case "peer_lost":
+                self.send(Failed(step_id, rank, "PeerLost", "the other side is gone"))
+                time.sleep(0.2)
+                os._exit(5)
             case "raise":
                 self.send(Failed(step_id, rank, "RuntimeError", "a scripted fault"))
                 time.sleep(0.2)

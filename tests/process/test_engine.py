@@ -162,6 +162,25 @@ def test_worker_fault_reaches_every_frontend_and_ends_the_engine(folder, address
 
 
 @pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("peer_lost:20@0,late_kill:20@1", r"rank 1 ended: killed by SIGKILL"),
+        ("peer_lost:20@1,late_raise:20@0", r"rank 0 failed in step 20: RuntimeError: a scripted fault"),
+        ("peer_lost:20@1", r"rank 1 failed in step 20: PeerLost: the other side is gone"),
+    ],
+)
+def test_rank_that_only_lost_another_is_not_blamed(folder, address, fault, text) -> None:
+    """Its word comes first; what became of the other is waited for, but not for ever."""
+    with running(folder, address, "--tp-size", "2", fault=fault) as engine:
+        with LLM(engine=address) as llm, pytest.raises(EngineDead, match=text):
+            started = time.monotonic()
+            while time.monotonic() - started < 10:
+                llm.generate([[1, 2]], LONG)
+        assert time.monotonic() - started < 4
+        assert engine.wait(5) == 5
+
+
+@pytest.mark.parametrize(
     ("fault", "text", "code"),
     [
         ("die_loading", "rank 0.*SIGKILL", 3),
