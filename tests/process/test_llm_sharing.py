@@ -121,17 +121,17 @@ def test_twenty_thousand_prompts_take_little_more_memory_than_their_results(llm:
 
 
 def children_peak_bytes() -> int:
-    """The most memory that the engine's processes ever held, in sum."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout.split()
-    parents = dict(zip(map(int, listed[::2]), map(int, listed[1::2]), strict=True))
-    found = [pid for pid, parent in parents.items() if os.getpid() in (parent, parents.get(parent))]
-    total = 0
-    for pid in found:
-        status = Path(f"/proc/{pid}/status")
-        lines = status.read_text().splitlines() if status.exists() else []
-        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    assert total, "no engine process was found"
-    return total
+    """The most memory that the engine and its worker ever held, in sum."""
+    engines = children_of(os.getpid())
+    processes = engines + [worker for engine in engines for worker in children_of(engine)]
+    lines = [line for pid in processes for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
+    assert len(peaks) == 2, "an engine and its worker run"
+    return sum(peaks)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 INTERRUPTED = """
