@@ -31,8 +31,10 @@ from minisgl_worker.kernels.sampling import Draw, sample
 from minisgl_worker.parallel import ParallelGroup
 from minisgl_worker.vocabulary import SharedVocabulary
 
-ROWS_AT_ONCE = 32  # rows with extras that are handled together: bounds the memory, which is some vocabularies per row
-EXTRAS_BYTES_PER_LOGIT = 48  # of that memory: fp32 copies, a sort with its ids, masks
+# Rows with extras that are handled together, which bounds the memory. The host launches every operation for each group,
+# and the device waits for it: 256 rows with top_k take 6.8 ms in groups of 32 and 4.4 in groups of 64 (H200).
+ROWS_AT_ONCE = 64
+EXTRAS_BYTES_PER_LOGIT = 66  # of that memory: fp32 copies, a sort with its ids (top_p: 65 measured), masks
 
 
 @dataclass(frozen=True, slots=True)
