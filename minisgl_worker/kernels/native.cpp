@@ -339,9 +339,9 @@ void rope_append(const T* qkv, const T* q_weight, const T* k_weight, float eps, 
   }
 }
 
-// What a thread of `attend` keeps: scores of some query heads, their queries and sums in fp32, and where each token's K lies.
+// What a thread of `attend` keeps: scores of some query heads, sums of one, and where each token's K lies.
 struct Scratch {
-  std::vector<float> scores, query, sums;
+  std::vector<float> scores, sums;
   std::vector<long> places;
 
   // Tokens start to end of a row: their place in the cache, in values.
@@ -357,29 +357,68 @@ struct Scratch {
 
 // VECTORS is dim / W where that is known when compiled, so that sums stay in registers; else 0.
 template <int VECTORS, typename T>
-inline float dot(const float* query, const T* k, long dim) {
+inline float dot(const T* query, const T* k, long dim) {
   floats acc = {};
   for (long i = 0; i < (VECTORS ? VECTORS * W : dim); i += W) acc += load(k + i) * load(query + i);
   return sum(acc);
 }
+#ifdef __AVX512BF16__
+template <int VECTORS>
+inline float dot(const bf16* query, const bf16* k, long dim) {
+  __m512 acc = _mm512_setzero_ps();
+  long size = VECTORS ? VECTORS * W : dim, i = 0;
+  for (; i + 2 * W <= size; i += 2 * W)
+    acc = _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(query + i), (__m512bh)_mm512_loadu_si512(k + i));
+  if (i < size) acc += (__m512)(load(k + i) * load(query + i));
+  return sum((floats)acc);
+}
+#endif
 
-// out [dim] = the sum over `count` tokens of weights[t] * v.
-template <int VECTORS, typename T>
-inline void weigh(const float* weights, const T* v_cache, const long* places, long count, float* sums, T* out, long dim) {
-  floats acc[VECTORS ? VECTORS : 1] = {};
-  if (!VECTORS) std::fill(sums, sums + dim, 0.0f);
-  for (long t = 0; t < count; t++) {
-    const T* v = v_cache + places[t];
-    if (VECTORS)
-      for (int i = 0; i < VECTORS; i++) acc[i] += weights[t] * load(v + i * W);
-    else
-      for (long i = 0; i < dim; i += W) store(sums + i, load(sums + i) + weights[t] * load(v + i));
+// For each of HEADS query heads, out [dim] = the sum over `count` tokens of its weight of the token * v. Weights of heads
+// lie `stride` apart.
+template <int VECTORS, int HEADS, typename T>
+inline void weigh(const float* weights, long stride, const T* v_cache, const long* places, long count, float* sums, T* out,
+                  long dim) {
+  if (!VECTORS) {
+    static_assert(VECTORS || HEADS == 1, "sums in memory are those of one head");
+    std::fill(sums, sums + dim, 0.0f);
+    for (long t = 0; t < count; t++)
+      for (long i = 0; i < dim; i += W) store(sums + i, load(sums + i) + weights[t] * load(v_cache + places[t] + i));
+    for (long i = 0; i < dim; i += W) store(out + i, load(sums + i));
+    return;
   }
-  for (long i = 0; i < dim / W; i++) store(out + i * W, VECTORS ? acc[i] : load(sums + i * W));
+  constexpr int SIZE = VECTORS ? VECTORS : 1;
+  floats acc[HEADS][SIZE] = {};
+  for (long t = 0; t < count; t++)
+    for (int i = 0; i < SIZE; i++) {
+      floats v = load(v_cache + places[t] + i * W);
+      for (int h = 0; h < HEADS; h++) acc[h][i] += weights[h * stride + t] * v;
+    }
+  for (int h = 0; h < HEADS; h++)
+    for (int i = 0; i < SIZE; i++) store(out + h * dim + i * W, acc[h][i]);
 }
 
-// In place over `count` scores; those up to `stride`, a multiple of W, become 0.
-inline void softmax(float* scores, long count, long stride) {
+// The heads of one group, as many at a time as registers hold.
+template <int VECTORS, typename T>
+inline void weigh_group(const float* weights, long stride, const T* v_cache, const long* places, long count, float* sums,
+                        T* out, long group, long dim) {
+  constexpr int MOST = VECTORS == 4 ? 4 : VECTORS == 8 ? 2 : 1;
+  for (long h = 0; h < group;) {
+    const float* w = weights + h * stride;
+    T* o = out + h * dim;
+    if (MOST >= 4 && group - h >= 4)
+      weigh<VECTORS, MOST>(w, stride, v_cache, places, count, sums, o, dim), h += MOST;
+    else if (MOST >= 4 && group - h == 3)
+      weigh<VECTORS, MOST >= 4 ? 3 : 1>(w, stride, v_cache, places, count, sums, o, dim), h += 3;
+    else if (MOST >= 2 && group - h >= 2)
+      weigh<VECTORS, MOST >= 2 ? 2 : 1>(w, stride, v_cache, places, count, sums, o, dim), h += 2;
+    else
+      weigh<VECTORS, 1>(w, stride, v_cache, places, count, sums, o, dim), h += 1;
+  }
+}
+
+// In place over `count` scores times `scale`; those up to `stride`, a multiple of W, become 0.
+inline void softmax(float* scores, long count, long stride, float scale) {
   for (long t = count; t < stride; t++) scores[t] = -INFINITY;
   floats highest = load(scores);
   for (long t = W; t < stride; t += W) {
@@ -390,12 +429,19 @@ inline void softmax(float* scores, long count, long stride) {
   for (int i = 1; i < W; i++) top = highest[i] > top ? highest[i] : top;
   floats total = {};
   for (long t = 0; t < stride; t += W) {
-    floats e = exp_of(load(scores + t) - top);
+    floats e = exp_of((load(scores + t) - top) * scale);
     store(scores + t, e);
     total += e;
   }
   float inverse = 1.0f / sum(total);
   for (long t = 0; t < stride; t += W) store(scores + t, load(scores + t) * inverse);
+}
+
+constexpr long AHEAD = 12;  // tokens
+
+template <typename T>
+inline void fetch(const T* values, long count) {
+  for (long i = 0; i < count; i += 64 / long(sizeof(T))) __builtin_prefetch(values + i);
 }
 
 template <int VECTORS, typename T>
@@ -407,7 +453,6 @@ void attend(const T* query, const T* k_cache, const T* v_cache, const int32_t* p
 #pragma omp parallel num_threads(threads)
   {
     Scratch scratch;
-    scratch.query.resize(width * group * dim);
     scratch.sums.resize(dim);
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < rows * parts; task++) {
@@ -417,18 +462,20 @@ void attend(const T* query, const T* k_cache, const T* v_cache, const int32_t* p
       const long* places = scratch.places.data();
       long stride = (count + W - 1) / W * W;
       if (long(scratch.scores.size()) < width * group * stride) scratch.scores.resize(width * group * stride);
-      float *queries = scratch.query.data(), *scores = scratch.scores.data();
+      float* scores = scratch.scores.data();
       const T* q = query + (row * heads + first * group) * dim;
-      for (long i = 0; i < width * group * dim; i += W) store(queries + i, load(q + i) * scale);
       for (long t = 0; t < count; t++) {
         const T* k = k_cache + places[t] + first * dim;
+        // Pages lie anywhere, so the processor cannot guess what comes: K some tokens ahead, V for when the scores are there.
+        if (t + AHEAD < count) fetch(k_cache + places[t + AHEAD] + first * dim, width * dim);
+        fetch(v_cache + places[t] + first * dim, width * dim);
         for (long h = 0; h < width * group; k += dim)
-          for (long g = 0; g < group; g++, h++) scores[h * stride + t] = dot<VECTORS>(queries + h * dim, k, dim);
+          for (long g = 0; g < group; g++, h++) scores[h * stride + t] = dot<VECTORS>(q + h * dim, k, dim);
       }
-      for (long h = 0; h < width * group; h++) softmax(scores + h * stride, count, stride);
-      for (long h = 0; h < width * group; h++)
-        weigh<VECTORS>(scores + h * stride, v_cache + (first + h / group) * dim, places, count, scratch.sums.data(),
-                       out + (row * heads + first * group + h) * dim, dim);
+      for (long h = 0; h < width * group; h++) softmax(scores + h * stride, count, stride, scale);
+      for (long h = 0; h < width * group; h += group)
+        weigh_group<VECTORS>(scores + h * stride, stride, v_cache + (first + h / group) * dim, places, count,
+                             scratch.sums.data(), out + (row * heads + first * group + h) * dim, group, dim);
     }
   }
 }
