@@ -13,12 +13,12 @@ from minisgl.batch_call import BatchCall, Progress
 from minisgl.client import EngineClient
 from minisgl.config import EngineConfig, engine_arguments
 from minisgl.core import SamplingParams
-from minisgl.errors import ModelLoadError
+from minisgl.errors import InvalidRequest, ModelLoadError
 from minisgl.model_folder import ModelFolder, resolve_model
-from minisgl.request_builder import RequestBuilder, check_text, list_params, list_prompts
+from minisgl.request_builder import RequestBuilder, list_params, list_prompts
 from minisgl.streams import AsyncTextStream, RequestStream, TextStream
 from minisgl.supervisor import ChildProcess, PrivateFolder, spawn
-from minisgl.tokenizer import Message, PromptEncoder, load_tokenizer
+from minisgl.tokenizer import Message, PromptEncoder, check_text, load_tokenizer
 
 STOP_GRACE_S = 5.0
 START_MARGIN_S = 5.0  # the engine has the same deadline and knows better who is late
@@ -66,7 +66,9 @@ class LLM:
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, a fast tokenizer of transformers. Raises ModelLoadError where the model has none."""
-        return self._get_encoder().tokenizer
+        if self._encoder is None:
+            raise ModelLoadError(f"{self._model_path} has no tokenizer")
+        return self._encoder.tokenizer
 
     def generate(
         self,
@@ -150,7 +152,7 @@ class LLM:
         """The ids of each text, as `generate` makes them. Slow for long texts; any thread may call it."""
         encoder = self._get_encoder()
         for i, text in enumerate(texts):
-            check_text(i, text)
+            check_text(f"prompt {i}", text)
         return encoder.encode(texts)
 
     def encode_chat(self, messages: Sequence[Message], template_options: Mapping[str, Any] | None = None) -> list[int]:
@@ -271,7 +273,7 @@ class LLM:
 
     def _get_encoder(self) -> PromptEncoder:
         if self._encoder is None:
-            raise ModelLoadError(f"{self._model_path} has no tokenizer; give token ids instead of text")
+            raise InvalidRequest(f"{self._model_path} has no tokenizer; give token ids instead of text")
         return self._encoder
 
     def _check_one(self, prompt: object, sampling_params: SamplingParams | None) -> tuple[bytes, SamplingParams]:

@@ -13,7 +13,7 @@ from typing import Any
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.protocol import NewRequest, Sampling, Welcome
-from minisgl.tokenizer import PromptEncoder
+from minisgl.tokenizer import PromptEncoder, check_text
 
 ENCODE_BATCH = 256  # texts that the tokenizer gets at once
 MASK_64 = 2**64 - 1
@@ -130,7 +130,7 @@ class RequestBuilder:
         if self._encoder is None:
             raise InvalidRequest(f"prompt {places[0]} is text, but the model has no tokenizer; give token ids")
         for i, text in zip(places, texts, strict=True):
-            check_text(i, text)
+            check_text(f"prompt {i}", text)
         return self._encoder.encode(texts)
 
     def _read_id(self, index: int, token_id: Any) -> int:
@@ -147,14 +147,6 @@ class RequestBuilder:
             f"prompt {index}: token id {token_id} is out of range, the vocabulary has {self._vocab_size} ids "
             f"(0..{self._vocab_size - 1})"
         )
-
-
-def check_text(index: int, text: str) -> None:
-    """Raises InvalidRequest for half of a surrogate pair, which has no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"prompt {index} is not valid text: {error}") from None
 
 
 def list_prompts(prompts: object) -> Sequence[object]:

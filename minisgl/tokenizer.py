@@ -13,6 +13,12 @@ from minisgl.model_folder import ModelFolder
 
 TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 Message = Mapping[str, Any]
+# Parameters of `apply_chat_template` that are not variables of the template. A template above all: it is a program, and
+# comes from the model's folder alone.
+RESERVED_OPTIONS = frozenset({
+    "conversation", "chat_template", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+})  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +63,11 @@ class PromptEncoder:
         """Ids of a conversation, as the folder's template writes it, up to where the assistant speaks.
 
         Raises:
-            InvalidRequest: there is no template, or it refuses these messages.
+            InvalidRequest: there is no template, it refuses these messages, or an option is not a variable for it.
         """
         check_messages(messages)
+        if reserved := RESERVED_OPTIONS.intersection(template_options or ()):
+            raise InvalidRequest(f"{sorted(reserved)[0]} is no variable of a chat template")
         if not self.tokenizer.chat_template:
             raise InvalidRequest("the model's tokenizer has no chat template; use generate with a text of your own")
         try:
@@ -68,6 +76,7 @@ class PromptEncoder:
             )
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise InvalidRequest(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
+        check_text("the conversation", text)
         return self._encode([text], add_special_tokens=False)[0]
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
@@ -75,6 +84,14 @@ class PromptEncoder:
             texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
         )["input_ids"]
         return ids
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises InvalidRequest for half of a surrogate pair, which has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} is not valid text: {error}") from None
 
 
 def check_messages(messages: object) -> None:

@@ -96,8 +96,8 @@ def _run(runner: ModelRunner, steps: Iterable[Step], max_in_flight: int) -> None
 def _profile(runner: ModelRunner, steps: Sequence[Step], max_in_flight: int, label: str) -> Breakdown:
     is_cuda = runner.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CUDA if is_cuda else torch.profiler.ProfilerActivity.CPU]
-    started = time.perf_counter()
     with native.named_in_profiles(), torch.profiler.profile(activities=activities) as profile:
+        started = time.perf_counter()
         _run(runner, steps, max_in_flight)
         seconds = time.perf_counter() - started
     if is_cuda:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from minisgl.errors import DeadlineExceeded, EngineDead, EngineUnreachable, InvalidRequest, Overloaded
+from minisgl.errors import DeadlineExceeded, EngineDead, EngineUnreachable, InvalidRequest, ModelLoadError, Overloaded
 
 RETRY_AFTER_S = 1
 
@@ -45,7 +45,7 @@ def to_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case InvalidRequest():
+        case InvalidRequest() | ModelLoadError():  # the model lacks what the request needs: a tokenizer
             return bad_request(str(error))
         case Overloaded():
             return ApiError(429, str(error), code="queue_full")

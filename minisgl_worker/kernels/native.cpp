@@ -2,8 +2,8 @@
 // Python module of its name, against which it is tested; `native.py` compiles and calls them.
 //
 // T is bf16 or float; arithmetic is fp32. Tensors are contiguous unless a row stride is passed. Work is shared among
-// `threads` OpenMP threads, of the pool that torch uses too. Vectors are those of the GCC and Clang language extension,
-// which compile to what the machine has (AVX-512, AVX2, NEON).
+// `threads` OpenMP threads, of the pool that torch uses too. Vectors are those of GCC's language extension,
+// which compile to what the machine has (AVX-512, AVX2, NEON; GCC alone has all that is used).
 
 #include <algorithm>
 #include <cmath>
@@ -161,7 +161,7 @@ void linear(const bf16* x, const bf16* w, const bf16* bias, bf16* y, long m, lon
 #ifdef __AMX_BF16__
 // The same with the matrix unit, as y^T = w x^T, so that w is read as it lies: each tile product takes 16 rows of w and 32
 // values of k. x comes packed: for each 16 of its rows and 32 of k, 16 pairs of k, each with its value of all 16 rows.
-constexpr int TILE = 16, TILE_K = 32, MIN_TILE_ROWS = 1;
+constexpr int TILE = 16, TILE_K = 32;
 
 bool may_use_tiles() {
   constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM: the kernel grants the large register state
@@ -238,12 +238,6 @@ inline void multiply_rows(const uint32_t* packed, const bf16* w, const bf16* bia
 }
 
 void linear_in_tiles(const bf16* x, const bf16* w, const bf16* bias, bf16* y, long m, long n, long k, int threads) {
-  constexpr long CHUNK = 512;  // rows whose packed values stay in the cache while w passes by
-  if (m > CHUNK) {
-    for (long row = 0; row < m; row += CHUNK)
-      linear_in_tiles(x + row * k, w, bias, y + row * n, std::min(m - row, CHUNK), n, k, threads);
-    return;
-  }
   std::vector<uint32_t> packed = pack_rows(x, m, k);
   long blocks = (n + 2 * TILE - 1) / (2 * TILE);
 #pragma omp parallel num_threads(threads)
@@ -298,7 +292,7 @@ void silu_mul(const T* gate_up, T* out, long rows, long size, int threads) {
     for (long i = 0; i < size; i += W) {
       floats g = load(gate + i);
       floats e = exp_of(-(g < 0.0f ? -g : g));  // of -|g|, which cannot overflow
-      floats silu = g * (g < 0.0f ? e : 1.0f + 0.0f * g) / (1.0f + e);
+      floats silu = g * (g < 0.0f ? e : 1.0f + floats{}) / (1.0f + e);
       store(out + row * size + i, rounded(silu, out) * load(up + i));
     }
   }
@@ -509,7 +503,7 @@ EXPORT(float, f32)
 
 extern "C" void linear_bf16(const bf16* x, const bf16* w, const bf16* bias, bf16* y, long m, long n, long k, int threads) {
 #ifdef __AMX_BF16__
-  if (m >= MIN_TILE_ROWS && n % TILE == 0 && k % TILE_K == 0 && may_use_tiles())
+  if (n % TILE == 0 && k % TILE_K == 0 && may_use_tiles())
     return linear_in_tiles(x, w, bias, y, m, n, k, threads);
 #endif
   linear(x, w, bias, y, m, n, k, threads);

@@ -178,7 +178,7 @@ def _load_kernels() -> dict[torch.dtype, NativeKernels]:
         return {}
     try:
         library = ctypes.CDLL(str(build()))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("CPU kernels were not compiled, decoding is about three times slower: %s", error)
         return {}
     return {torch.bfloat16: NativeKernels(library, "bf16"), torch.float32: NativeKernels(library, "f32")}
@@ -188,18 +188,23 @@ def build() -> Path:
     """The compiled library, from the cache if it is there.
 
     Raises:
-        OSError, subprocess.SubprocessError: there is no compiler, it fails, or the cache cannot be written.
+        OSError, subprocess.SubprocessError: there is no compiler, it fails, or the cache cannot be written, or others
+            can write it.
+        RuntimeError: this user has no home folder.
     """
-    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    names = (os.environ.get("CXX"), "g++", "c++")
     compiler = next((path for name in names if name and (path := shutil.which(name))), None)
     if compiler is None:
-        raise OSError("no C++ compiler (c++, g++, clang++) is installed")
+        raise OSError("no C++ compiler (g++) is installed")
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_LIMIT_S, check=True).stdout
     named = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _describe_processor()]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl"
     library = folder / f"native-{hashlib.sha256(b'|'.join(named)).hexdigest()[:16]}.so"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:  # what lies there will be run
+        raise OSError(f"{folder} can be written by others")
     if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
         os.close(handle)
         try:

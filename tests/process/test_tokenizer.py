@@ -24,6 +24,23 @@ def load(path: Path) -> PromptEncoder:
 EVIL = "from pathlib import Path\nPath({marker!r}).touch()\n"
 
 
+def test_template_comes_from_the_folder_alone(tmp_path):
+    """Options are variables of the folder's template, and nothing that changes what is run or how."""
+    folder = write_folder(tmp_path / "model", make_byte_tokenizer())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ messages[0]['content'] }}{{ mark }}"
+    write_json(folder / "tokenizer_config.json", config)
+    encoder = load(folder)
+    message = [{"role": "user", "content": "a"}]
+    assert encoder.encode_chat(message, {"mark": "b"}) == [97, 98]
+    for name in ("chat_template", "continue_final_message", "tokenize", "return_dict", "tools"):
+        with pytest.raises(InvalidRequest, match=f"{name} is no variable of a chat template"):
+            encoder.encode_chat(message, {name: "x"})
+    for options in ({"mark": "\ud800"}, {}):
+        with pytest.raises(InvalidRequest, match="the conversation is not valid text"):
+            encoder.encode_chat([{"role": "user", "content": "a" if options else "\ud800"}], options)
+
+
 def test_code_in_the_folder_never_runs(tmp_path):
     """Both files name code of the folder, as checkpoints with their own classes do."""
     marker = tmp_path / "marker"
