@@ -1,6 +1,5 @@
 """What a user states about one request (`SamplingParams`) and why it ended (`FinishReason`)."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -90,6 +89,8 @@ class SamplingParams:
 
     def _check_stops(self) -> None:
         """Turn `stop` and `stop_token_ids` into tuples, so that a later change of the caller's list has no effect."""
+        if isinstance(self.stop, bytes) or not isinstance(self.stop, (Sequence, type(None))):
+            raise ValueError(f"stop must be a string or a list of strings, got {self.stop!r:.60}")
         strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(strings) > MAX_STOP_STRINGS:
             raise ValueError(f"stop has {len(strings)} strings, limit {MAX_STOP_STRINGS}")
@@ -129,8 +130,8 @@ class SamplingParams:
 def _check_number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
-        raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value!r}")
+    if not low <= value <= high:  # nor is NaN
+        raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value!r:.60}")
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

@@ -1,6 +1,7 @@
 """Loads a model's tokenizer, and encodes prompts and conversations with it. No code from the model folder is run."""
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ RESERVED_OPTIONS = frozenset({
     "conversation", "chat_template", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
     "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 })  # fmt: skip
+
+# transformers imports its parts when they are asked for, and two threads that ask first at once may find them missing.
+_LOADING = threading.Lock()
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +118,8 @@ def load_tokenizer(model: ModelFolder) -> Any | None:
     Raises:
         ModelLoadError: a tokenizer file is broken; names the file.
     """
-    tokenizer = load_gguf_tokenizer(model.path) if model.is_gguf else _load_from_folder(model.path)
+    with _LOADING:
+        tokenizer = load_gguf_tokenizer(model.path) if model.is_gguf else _load_from_folder(model.path)
     if tokenizer is not None and tokenizer.eos_token_id is None and not model.stop_ids:
         logger.warning("%s: neither the model nor its tokenizer names an end-of-sequence id", model.path)
     return tokenizer

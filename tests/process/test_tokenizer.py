@@ -192,6 +192,20 @@ def write_gguf_tokenizer(path: Path, pre: str = "smollm", **changes) -> Path:
     )
 
 
+def test_threads_that_load_the_first_tokenizers_at_once_all_get_one(tmp_path):
+    """In a program of its own, as transformers is imported once in each."""
+    code = (
+        "import sys, threading; from concurrent.futures import ThreadPoolExecutor;"
+        "from minisgl.model_folder import resolve_model; from minisgl.tokenizer import load_tokenizer;"
+        "model = resolve_model(sys.argv[1]); start = threading.Barrier(4);"
+        "load = lambda i: (start.wait(), load_tokenizer(model))[1];"
+        "found = list(ThreadPoolExecutor(4).map(load, range(4))); assert None not in found"
+    )
+    path = write_gguf_tokenizer(tmp_path / "model.gguf")
+    run = subprocess.run([sys.executable, "-c", code, str(path)], timeout=90, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_gguf_tokenizer_encodes_and_decodes(tmp_path):
     encoder = load(write_gguf_tokenizer(tmp_path / "m.gguf"))
     ids = encoder.encode(["abc ab é", f"x{EOS}y"])
