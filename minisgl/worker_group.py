@@ -30,6 +30,7 @@ from minisgl.supervisor import ChildProcess, place_workers, spawn
 from minisgl.transport import ChannelBlocked, Context, PairChannel, Pollable
 
 SILENT_S = 3.5  # without a heartbeat (one each half second), a worker counts as frozen
+STARTING_SILENT_S = 20.0  # the same before it is ready: imports can hold a busy machine's interpreter for seconds
 LATE_S = 1.0  # a check that comes this late shows that we were paused ourselves: nobody is judged by it
 PROBE_INTERVAL_S = 1.0  # while idle, how often to see whether the main loops turn
 STOP_GRACE_S = 5.0
@@ -174,7 +175,7 @@ class WorkerGroup:
         for worker in self._workers:
             if worker.is_over:
                 continue
-            if now - worker.last_heard > SILENT_S:
+            if now - worker.last_heard > (STARTING_SILENT_S if worker.ready is None else SILENT_S):
                 raise WorkerFault(
                     f"worker rank {worker.rank} is frozen: silent for {now - worker.last_heard:.1f} s", EXIT_STALLED
                 )

@@ -2,8 +2,8 @@
 several `kind:step@rank` with commas between them.
 
 Its tokens are a function of the slot's length alone, so they repeat. Kinds: die_loading, fail_loading, bad_model,
-never_ready, wrong_version; and at a step: raise, exit0, kill, hang, freeze, wrong_step, repeat, failed_row, peer_lost,
-late_raise, late_kill.
+never_ready, silent_loading, wrong_version; and at a step: raise, exit0, kill, hang, freeze, wrong_step, repeat,
+failed_row, peer_lost, late_raise, late_kill.
 """
 
 import json
@@ -60,6 +60,9 @@ class FakeWorker:
             return 3
         if self.kind == "never_ready":
             time.sleep(60)
+        if self.kind == "silent_loading":
+            with self.lock:  # no heartbeat gets past
+                time.sleep(5)
         version = "9.9" if self.kind == "wrong_version" else __version__
         self.send(Ready(rank, config["num_pages"] or 64, VOCAB_SIZE, CONTEXT_TOKENS, PROTOCOL_VERSION, version, "fake"))
         self.handled = 1

@@ -119,6 +119,12 @@ def test_corrupted_books_end_the_engine_with_a_code_of_their_own(folder, address
         assert engine.wait(5) == 7
 
 
+def test_worker_that_is_silent_while_it_starts_is_not_frozen(folder, address) -> None:
+    """As one that imports torch on a busy machine."""
+    with running(folder, address, fault="silent_loading"), LLM(engine=address) as llm:
+        assert len(llm.generate([[1, 2]], SHORT)[0]["token_ids"]) == 5
+
+
 def test_lost_page_is_told_and_ends_nothing(folder, address, tmp_path) -> None:
     with running(folder, address, corruption="lost") as engine, LLM(engine=address) as llm:
         for _ in range(3):
