@@ -100,8 +100,10 @@ def test_folder_without_a_tokenizer_serves_ids(engine, tmp_path):
         assert (result["text"], result["token_ids"]) == ("", [2, 3, 4])
         with pytest.raises(InvalidRequest, match="no tokenizer"):
             llm.generate("a")
-        with pytest.raises(ModelLoadError, match="no tokenizer"):
+        with pytest.raises(InvalidRequest, match="no tokenizer"):
             llm.chat([{"role": "user", "content": "hi"}])
+        with pytest.raises(ModelLoadError, match="no tokenizer"):
+            _ = llm.tokenizer
 
 
 def test_broken_tokenizer_is_named(engine, tmp_path):
