@@ -4,14 +4,16 @@
     python benchmarks/bench_serve.py --model FOLDER --num-streams 256 --max-tokens 400
 
 FOLDER needs a config.json and a tokenizer; the worker is the tests' fake one. Clients are raw sockets in this process,
-which count events and parse none. The lag is the time that GET /health takes meanwhile, a round trip and the clients'
-own delays included: an upper bound of the loop's lag. The last line of the output is one JSON object.
+which count events and parse none. The loop's lag is the server's own metric, while the requests arrive (all at once)
+and while all streams run. The default step time offers far more tokens than the server can write; for a given rate of
+tokens, say --step-s as NUM_STREAMS divided by it. The last line of the output is one JSON object.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -23,48 +25,70 @@ from pathlib import Path
 from machine import describe_commit, describe_machine
 
 ROOT = Path(__file__).resolve().parents[1]
-PROBE_INTERVAL_S = 0.05
 
 
-async def request(port: int, head: str, body: bytes = b"") -> int:
-    """Send one request and read to the end; the number of events with a token."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
-    writer.write(f"{head} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n".encode())
-    writer.write(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-    num_events = 0
-    rest = b""
-    while chunk := await reader.read(2**16):
-        rest += chunk
-        num_events += rest.count(b'"text":')
-        rest = rest[-6:]
+class Client:
+    """One connection with one request."""
+
+    def __init__(self, port: int, head: str, body: bytes = b""):
+        self._port, self._head, self._body = port, head, body
+        self.has_begun = asyncio.Event()  # to receive tokens
+        self.num_events = 0  # with tokens
+
+    async def run(self) -> None:
+        """Send the request and read to the end."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=2**20)
+        writer.write(f"{self._head} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n".encode())
+        writer.write(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(self._body) + self._body)
+        rest = b""
+        while chunk := await reader.read(2**16):
+            rest += chunk
+            self.num_events += rest.count(b'"text":')
+            if self.num_events:
+                self.has_begun.set()
+            rest = rest[-6:]
+        writer.close()
+
+
+async def read_lags(port: int) -> dict[float, float]:
+    """The server's own histogram of its event loop's lag: for each upper bound in seconds, how many were not above."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    text = (await reader.read()).decode()
     writer.close()
-    return num_events
+    assert text.startswith("HTTP/1.1 200"), text[:1000]
+    found = re.findall(r'event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)', text)
+    return {float(bound): float(count) for bound, count in found}
 
 
-async def probe(port: int, lags: list[float]) -> None:
-    while True:
-        started = time.perf_counter()
-        await request(port, "GET /health")
-        lags.append(time.perf_counter() - started)
-        await asyncio.sleep(PROBE_INTERVAL_S)
+def bound_quantile(earlier: dict[float, float], later: dict[float, float], share: float) -> float:
+    """The least bound of the histogram under which `share` of what came between two readings lies."""
+    counts = {bound: later[bound] - earlier[bound] for bound in sorted(later)}
+    return next(bound for bound, count in counts.items() if count >= share * counts[float("inf")])
 
 
 async def measure(port: int, num_streams: int, max_tokens: int) -> dict[str, float]:
     body = json.dumps({"prompt": [7], "max_tokens": max_tokens, "stream": True, "ignore_eos": True}).encode()
-    await request(port, "POST /v1/completions", body)
-    lags: list[float] = []
-    prober = asyncio.create_task(probe(port, lags))
+    await Client(port, "POST /v1/completions", body).run()
+    at_start = await read_lags(port)
+    clients = [Client(port, "POST /v1/completions", body) for _ in range(num_streams)]
     started = time.perf_counter()
-    counts = await asyncio.gather(*(request(port, "POST /v1/completions", body) for _ in range(num_streams)))
+    tasks = [asyncio.create_task(client.run()) for client in clients]
+    await asyncio.gather(*(client.has_begun.wait() for client in clients))
+    arrived_s = time.perf_counter() - started
+    at_arrival = await read_lags(port)
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    at_first_end = await read_lags(port)
+    await asyncio.gather(*tasks)
     seconds = time.perf_counter() - started
-    prober.cancel()
-    lags.sort()
     return {
         "tokens_per_s": num_streams * max_tokens / seconds,
-        "events_per_s": sum(counts) / seconds,
+        "events_per_s": sum(client.num_events for client in clients) / seconds,
         "seconds": seconds,
-        "health_p50_ms": lags[len(lags) // 2] * 1e3,
-        "health_p99_ms": lags[int(len(lags) * 0.99)] * 1e3,
+        "arrival_s": arrived_s,
+        "arrival_lag_p99_at_most_ms": bound_quantile(at_start, at_arrival, 0.99) * 1e3,
+        "lag_p50_at_most_ms": bound_quantile(at_arrival, at_first_end, 0.5) * 1e3,
+        "lag_p99_at_most_ms": bound_quantile(at_arrival, at_first_end, 0.99) * 1e3,
     }
 
 

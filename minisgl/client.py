@@ -8,16 +8,18 @@ Every submitted sample gets exactly one terminal `Output`, or its mailbox is tol
 That error is sticky. Nobody waits for ever: the engine's end is seen at once, and its silence after `LEASE_S`.
 """
 
+import asyncio
 import logging
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from minisgl.connection import Child, Command, Connection
 from minisgl.errors import DeadlineExceeded, EngineDead, EngineUnreachable, MinisglError
-from minisgl.mailbox import Mailbox, renew
+from minisgl.mailbox import Mailbox, Turns, renew
 from minisgl.protocol import NewRequest, Stats, Welcome
 from minisgl.transport import Waker, check_address
 
@@ -49,6 +51,7 @@ class EngineClient:
         self._failure: MinisglError | None = None
         self._commands: deque[Command] = deque()
         self._waker = Waker()
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = weakref.WeakKeyDictionary()
         welcome: Future[Welcome] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(child, connect_timeout_s, welcome), name="minisgl-client", daemon=True
@@ -70,6 +73,14 @@ class EngineClient:
     def submit(self, requests: Sequence[NewRequest], mailbox: Mailbox) -> None:
         """Send requests as soon as the window has room. Raises the error that ended the connection, if one did."""
         self._post(lambda connection: connection.accept(requests, mailbox))
+
+    def get_turns(self) -> Turns:
+        """The one of the event loop that is running now."""
+        loop = asyncio.get_running_loop()
+        turns = self._turns.get(loop)
+        if turns is None:
+            turns = self._turns[loop] = Turns(loop)
+        return turns
 
     def abort(self, request_ids: Iterable[int], *, discard: bool = False) -> None:
         """End samples early; ids that are unknown or finished are ignored.

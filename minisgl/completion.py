@@ -75,6 +75,9 @@ class Completion:
         """Detokenize, look for stop strings, and move to `delta` what is certain."""
         token_ids, delta.stop_reason = strip_stop_id(output, self._params)
         logprobs = make_logprobs(token_ids, output, self._params)
+        if not self._params.stop:
+            delta.text, delta.token_ids, delta.logprobs = self._detokenize(token_ids), token_ids, logprobs
+            return
         match = None
         for i, token_id in enumerate(token_ids):
             match = self._append("" if self._detokenizer is None else self._detokenizer.push(token_id))
@@ -86,10 +89,16 @@ class Completion:
         self._match = match
         if match is not None:
             self._give_out(delta, match.end if self._params.include_stop_str_in_output else match.start)
-        elif self.is_finished or not self._params.stop:
+        elif self.is_finished:
             self._give_out(delta, self._num_characters, with_hidden_tokens=True)
         else:
             self._give_out(delta, self._num_characters - self._stops.num_pending)
+
+    def _detokenize(self, token_ids: Sequence[int]) -> str:
+        if self._detokenizer is None:
+            return ""
+        text = "".join(map(self._detokenizer.push, token_ids))
+        return text + self._detokenizer.flush() if self.is_finished else text
 
     def _append(self, text: str) -> "StopMatch | None":
         self._text += text

@@ -20,6 +20,7 @@ from minisgl.errors import (
     ProtocolMismatch,
 )
 from minisgl.mailbox import Mailbox, Output, renew
+from minisgl.outputs import split_outputs
 from minisgl.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -46,6 +47,9 @@ LATE_S = 1.0  # a turn that comes this late shows that we were paused ourselves
 CHILD_CHECK_INTERVAL_S = 0.25  # where the system has no pidfd
 LAST_WORDS_S = 0.1  # how long to look for a dead engine's last message, which names the cause
 GOODBYE_LINGER_MS = 500
+MESSAGES_PER_TURN = 64
+REST_SHARE = 3.0  # of the time that a turn took: the threads that read what it delivered need the interpreter too
+REST_LIMIT_S = 0.02
 BATCH_REQUESTS = 1024  # of one AddRequests
 BATCH_BYTES = 4 * 2**20
 REJECTIONS: dict[int, type[MinisglError]] = {
@@ -90,6 +94,7 @@ class Connection:
         self._failure: MinisglError | None = None
         self._is_closing = False
         self._next_sequence = 0
+        self._unread: list[Outputs] = []
         self._welcome: Welcome | None = None
 
     # ------------------------------------------------------------------------------------------------- commands
@@ -170,14 +175,28 @@ class Connection:
     def _turn(self, wait_s: float) -> None:
         self._flush()
         ready = self._readiness.wait(wait_s)
+        started = time.monotonic()
         self._waker.clear()
         self._run_commands()
-        self._receive_all()
-        if self._pidfd in ready or (self._child is not None and self._pidfd is None and self._child.poll() is not None):
-            self._receive_all(LAST_WORDS_S)
+        is_gone = self._pidfd in ready or (
+            self._child is not None and self._pidfd is None and self._child.poll() is not None
+        )
+        try:
+            if is_gone:
+                while self._receive(LAST_WORDS_S):
+                    pass
+            else:  # not without end: an engine that is faster than we are must still get our pings and aborts
+                for _ in range(MESSAGES_PER_TURN):
+                    if not self._receive():
+                        break
+        finally:  # whatever else came, these came before it
+            if self._unread:
+                self._deliver()
+        if is_gone:
             assert self._child is not None
             raise EngineDead(f"the engine ended: {self._child.describe_exit()}")
         self._fill_window()
+        time.sleep(min(REST_SHARE * (time.monotonic() - started), REST_LIMIT_S))
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -232,25 +251,27 @@ class Connection:
 
     # ------------------------------------------------------------------------------------------------- messages
 
-    def _receive_all(self, timeout_s: float = 0.0) -> None:
-        while True:
-            try:
-                message = self._channel.receive(timeout_s)
-            except ProtocolError as error:
-                if self._welcome is None:
-                    raise ProtocolMismatch(
-                        f"{self._address} does not speak protocol {PROTOCOL_VERSION} (minisgl {__version__}): {error}"
-                    ) from None
-                raise EngineDead(f"the engine at {self._address} sent what is not a message: {error}") from None
-            if message is None:
-                return
-            self._last_heard = time.monotonic()
-            self._handle(message)
+    def _receive(self, timeout_s: float = 0.0) -> bool:
+        """Handle the next message; False when none came."""
+        try:
+            message = self._channel.receive(timeout_s)
+        except ProtocolError as error:
+            if self._welcome is None:
+                raise ProtocolMismatch(
+                    f"{self._address} does not speak protocol {PROTOCOL_VERSION} (minisgl {__version__}): {error}"
+                ) from None
+            raise EngineDead(f"the engine at {self._address} sent what is not a message: {error}") from None
+        if message is None:
+            return False
+        self._last_heard = time.monotonic()
+        self._handle(message)
+        return True
 
     def _handle(self, message: Message) -> None:
         match message:
             case Outputs():
-                self._deliver(message)
+                self._note_sequence(message.sequence)
+                self._unread.append(message)
             case Rejected():
                 self._reject(message)
             case Stats():
@@ -267,6 +288,14 @@ class Connection:
                 raise self._explain_refusal(message)
             case _:
                 raise EngineDead(f"the engine sent a {type(message).__name__}, which is not for frontends")
+
+    def _note_sequence(self, sequence: int) -> None:
+        if sequence != self._next_sequence:
+            raise EngineDead(
+                f"message {self._next_sequence} of the engine at {self._address} was lost (the next is {sequence}), "
+                "so the text of its requests is not complete"
+            )
+        self._next_sequence += 1
 
     def _check_epoch(self, epoch: int) -> None:
         if self._welcome is not None and epoch != self._welcome.epoch:
@@ -289,54 +318,22 @@ class Connection:
             if live is not None and live.mailbox is not None:
                 live.mailbox.put([Output(request_id, (), FinishReason.ERROR, error=error)])
 
-    def _deliver(self, message: Outputs) -> None:
-        """Hand out the entries of one message, to each mailbox at once."""
-        if message.sequence != self._next_sequence:
-            raise EngineDead(
-                f"message {self._next_sequence} of the engine at {self._address} was lost (the next is "
-                f"{message.sequence}), so the text of its requests is not complete"
-            )
-        self._next_sequence += 1
+    def _deliver(self) -> None:
+        """Hand out what the messages of this turn hold, to each mailbox at once."""
+        messages, self._unread = self._unread, []
         letters: dict[Mailbox, list[Output]] = {}
-        for output in self._split(message):
-            live = self._live[output.request_id]
-            if output.finish_reason is not None:
-                del self._live[output.request_id]
-                self._num_samples.pop(output.request_id, None)
-            if live.mailbox is not None:
-                letters.setdefault(live.mailbox, []).append(output)
+        try:
+            for output in split_outputs(messages, lambda request_id: self._live[request_id].num_logprob_items):
+                live = self._live[output.request_id]
+                if output.finish_reason is not None:
+                    del self._live[output.request_id]
+                    self._num_samples.pop(output.request_id, None)
+                if live.mailbox is not None:
+                    letters.setdefault(live.mailbox, []).append(output)
+        except (LookupError, ValueError) as error:
+            raise EngineDead(f"the engine sent outputs that make no sense: {type(error).__name__}: {error}") from None
         for mailbox, outputs in letters.items():
             mailbox.put(outputs)
-
-    def _split(self, message: Outputs) -> list[Output]:
-        """One Output for each entry. Raises EngineDead when the columns do not fit together."""
-        request_ids, tokens = array("Q", message.request_ids), array("i", message.tokens)
-        counts, cached = array("i", message.num_tokens), array("i", message.cached_tokens)
-        logprob_ids, logprob_values = array("i", message.logprob_ids), array("f", message.logprob_values)
-        errors = iter(message.errors)
-        outputs, start, logprob_start = [], 0, 0
-        try:
-            for i, request_id in enumerate(request_ids):
-                end = start + counts[i]
-                logprob_end = logprob_start + counts[i] * self._live[request_id].num_logprob_items
-                reason = FinishReason(message.finish_reasons[i]) if message.finish_reasons[i] else None
-                outputs.append(
-                    Output(
-                        request_id,
-                        tokens[start:end],
-                        reason,
-                        cached[i],
-                        logprob_ids[logprob_start:logprob_end],
-                        logprob_values[logprob_start:logprob_end],
-                        MinisglError(next(errors)) if reason is FinishReason.ERROR else None,
-                    )
-                )
-                start, logprob_start = end, logprob_end
-        except (LookupError, ValueError, StopIteration) as error:
-            raise EngineDead(f"the engine sent outputs that make no sense: {type(error).__name__}: {error}") from None
-        if start != len(tokens) or logprob_start != len(logprob_ids) or logprob_start != len(logprob_values):
-            raise EngineDead(f"the engine sent {len(tokens)} tokens for {start}")
-        return outputs
 
 
 Command = Callable[[Connection], None]

@@ -165,7 +165,7 @@ class Engine:
         for result in self._workers.receive():
             frontends.route(self._scheduler.complete(result))
         now = time.monotonic()
-        frontends.receive_all(now)
+        frontends.receive(now)
         while (step := self._scheduler.schedule(now)) is not None:
             self._workers.send(step)
         frontends.flush()

@@ -38,6 +38,7 @@ LEASE_S = 3.5  # a frontend pings each second; silent for this long it counts as
 LATE_S = 1.0  # a check that comes this late shows that we were paused ourselves
 MAX_CLIENTS = 1024
 MAX_SAMPLES = 16
+MESSAGES_PER_TURN = 256
 
 
 @dataclass(slots=True)
@@ -65,9 +66,12 @@ class Frontends:
         self.is_draining = False
         self.num_malformed = 0
 
-    def receive_all(self, now: float) -> None:
-        """Handle every message that waits."""
-        while (received := self._channel.receive()) is not None:
+    def receive(self, now: float) -> None:
+        """Handle the messages that wait; of a flood only so many, as the workers wait meanwhile."""
+        for _ in range(MESSAGES_PER_TURN):
+            received = self._channel.receive()
+            if received is None:
+                return
             address, message = received
             client = self._by_address.get(address)
             if client is not None:

@@ -1,18 +1,19 @@
 """What a connection hands to its callers (`Output`), and where they wait for it: a thread, or a coroutine."""
 
 import asyncio
+import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from minisgl.core import FinishReason
 from minisgl.errors import MinisglError
 
+TURNS_PER_ROUND = 16
 
-@dataclass(frozen=True, slots=True)
-class Output:
+
+class Output(NamedTuple):  # made for every row of every step: a frozen dataclass takes three times as long
     """New tokens of one sample, or its end, or both."""
 
     request_id: int
@@ -61,41 +62,76 @@ class ThreadMailbox:
 
 
 class AsyncMailbox:
-    """For a coroutine of the event loop that is running now."""
+    """For a coroutine of the event loop of `turns`."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._outputs: deque[list[Output]] = deque()
+    def __init__(self, turns: "Turns") -> None:
+        self._turns = turns
+        self._outputs: deque[Output] = deque()
         self._error: MinisglError | None = None
-        self._arrived = asyncio.Event()
+        self.is_due = False
+        self.turn = asyncio.Event()  # set when there is something to take and it is this mailbox's turn
 
     def put(self, outputs: list[Output]) -> None:
-        self._outputs.append(outputs)
-        self._wake()
+        self._outputs.extend(outputs)
+        self._turns.add(self)
 
     def fail(self, error: MinisglError) -> None:
         self._error = error
-        self._wake()
+        self._turns.add(self)
 
-    async def take(self) -> list[Output]:
-        """As `ThreadMailbox.take`."""
-        while not self._outputs:
-            if self._error is not None:
-                raise renew(self._error)
-            self._arrived.clear()
-            if not self._outputs and self._error is None:
-                await self._arrived.wait()
-        return self._outputs.popleft()
+    async def take(self, max_tokens: int) -> list[Output]:
+        """The next output once there is one, and those after it as long as there are fewer tokens than that.
 
-    def take_waiting(self) -> list[Output]:
-        """All outputs that are there already, perhaps none."""
-        outputs: list[Output] = []
-        while self._outputs:  # the connection's thread appends meanwhile
-            outputs += self._outputs.popleft()
-        return outputs
+        Raises as `ThreadMailbox.take`.
+        """
+        await self.turn.wait()
+        taken: list[Output] = []
+        num_tokens = 0
+        while self._outputs and (not taken or num_tokens < max_tokens):
+            taken.append(self._outputs.popleft())
+            num_tokens += len(taken[-1].token_ids)
+        if not taken and self._error is not None:
+            raise renew(self._error)
+        self.turn.clear()
+        if self._outputs or self._error is not None:
+            self._turns.add(self)
+        return taken
 
-    def _wake(self) -> None:
+
+class Turns:
+    """Gives the mailboxes of one event loop their turns, a few in each round of the loop.
+
+    However many readers have something to take, whatever else the loop has to do waits for a few of them only. A round
+    is asked for with one system call, not with one for each mailbox.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = weakref.ref(loop)  # who keeps one of us for each loop does not keep the loop
+        self._due: deque[AsyncMailbox] = deque()
+        self._is_scheduled = False
+
+    def add(self, mailbox: AsyncMailbox) -> None:
+        """Give it a turn after those that are due. May be called on any thread."""
+        # Both flags are cleared before what they stand for is looked at: who finds one set is seen.
+        if not mailbox.is_due:
+            mailbox.is_due = True
+            self._due.append(mailbox)
+        loop = self._loop()
+        if self._is_scheduled or loop is None:
+            return
+        self._is_scheduled = True
         try:
-            self._loop.call_soon_threadsafe(self._arrived.set)
+            loop.call_soon_threadsafe(self._run_round)
         except RuntimeError:
             pass  # the loop is closed: nobody waits
+
+    def _run_round(self) -> None:
+        self._is_scheduled = False
+        for _ in range(min(TURNS_PER_ROUND, len(self._due))):
+            mailbox = self._due.popleft()
+            mailbox.is_due = False
+            mailbox.turn.set()
+        loop = self._loop()
+        if self._due and loop is not None and not self._is_scheduled:
+            self._is_scheduled = True
+            loop.call_soon(self._run_round)

@@ -10,7 +10,10 @@ from minisgl.completion import Completion, Delta
 from minisgl.core import SamplingParams
 from minisgl.detokenizer import TextDecoder
 from minisgl.mailbox import AsyncMailbox, Mailbox, Output, ThreadMailbox
+from minisgl.outputs import join_outputs
 from minisgl.request_builder import RequestBuilder
+
+MAX_JOINED_TOKENS = 32  # what one turn of the loop does for one reader is bounded, so that the others wait little
 
 
 class RequestStream:
@@ -120,35 +123,28 @@ class AsyncTextStream(RequestStream, AsyncIterator[dict[str, Any]]):
         prompt_ids: bytes,
         params: SamplingParams,
     ):
-        self._mailbox = AsyncMailbox()
+        self._mailbox = AsyncMailbox(client.get_turns())
         super().__init__(client, builder, decoder, prompt_ids, params, self._mailbox)
 
     async def __anext__(self) -> dict[str, Any]:
         while not self._deltas:
             if self.is_finished:
                 raise StopAsyncIteration
-            self._add(await self._mailbox.take())
+            self._add(await self._mailbox.take(max_tokens=1))
         return self._deltas.popleft()
 
     async def take_joined(self) -> list[dict[str, Any]]:
-        """Wait for a delta, then take all that are there, joined to one for each sample. Empty at the end.
+        """Wait for deltas, then take those that are there, joined to one for each sample. Empty at the end.
 
-        A reader that falls behind so gets fewer and longer deltas.
+        A reader that falls behind so gets fewer and longer deltas, and lets the loop's other tasks run between them.
         """
         while not self._deltas:
             if self.is_finished:
                 return []
-            self._add(await self._mailbox.take())
-        self._add(self._mailbox.take_waiting())
-        joined: dict[int, dict[str, Any]] = {}
-        while self._deltas:
-            delta = self._deltas.popleft()
-            earlier = joined.get(delta["index"])
-            if earlier is not None:
-                for name in ("text", "token_ids", *(["logprobs"] if "logprobs" in delta else [])):
-                    delta[name] = earlier[name] + delta[name]
-            joined[delta["index"]] = delta
-        return list(joined.values())
+            self._add(join_outputs(await self._mailbox.take(MAX_JOINED_TOKENS)))
+        deltas = list(self._deltas)
+        self._deltas.clear()
+        return deltas
 
     async def aclose(self) -> None:
         """As `close`, for those who treat it as an asynchronous generator."""

@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minisgl.core import FinishReason, SamplingParams
@@ -61,6 +61,7 @@ class FakeEngine:
         self.refuse: Refused | None = None
         self.is_silent = False
         self.is_paused = False  # answers, but makes no tokens
+        self.flood: Outputs | None = None  # sent again and again, as fast as the client takes it
         self.sequence_step = 1
         self.num_cached_tokens = 0
         self.received: list[Message] = []
@@ -117,6 +118,9 @@ class FakeEngine:
                 answers = [] if self.is_paused else self._step()
                 while self._extra:
                     answers.append(self._extra.pop(0))
+                for _ in range(100 if self.flood is not None else 0):
+                    answers.append(replace(self.flood, sequence=self._sequence))
+                    self._sequence += 1
                 self._send(channel, self._client, answers)
         finally:
             channel.close()

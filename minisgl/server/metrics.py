@@ -39,6 +39,12 @@ class Metrics:
             buckets=LATENCY_BUCKETS,
             registry=self._registry,
         )
+        self.loop_lag = Histogram(
+            "minisgl:event_loop_lag_seconds",
+            "How late the server's event loop ran what was due.",
+            buckets=LATENCY_BUCKETS,
+            registry=self._registry,
+        )
 
     def render(self, stats: dict[str, int | float]) -> bytes:
         """The text of all metrics.

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from minisgl.server.service import Service
 
 DRAIN_LIMIT_S = 30  # after SIGTERM, for requests to finish
 ENGINE_CHECK_S = 0.25
+LAG_CHECK_S = 0.05
 MAX_HEADER_BYTES = 64 * 2**10
 BACKLOG = 1024
 DEFAULT_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -53,6 +56,8 @@ def serve(
                 log_level="warning", server_header=False, timeout_graceful_shutdown=DRAIN_LIMIT_S,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             ), service)  # fmt: skip
+            gc.collect()
+            gc.freeze()  # what is loaded stays: a full collection would look at all of it, and the loop would wait
             return asyncio.run(server.run_until_end(listener))
     except (MinisglError, TypeError, ValueError) as error:
         return _fail(str(error), EXIT_START if isinstance(error, MinisglError) else EXIT_USAGE)
@@ -103,11 +108,12 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end, number)
-        watcher = asyncio.create_task(self._watch_engine())
+        watchers = [asyncio.create_task(self._watch_engine()), asyncio.create_task(self._watch_loop())]
         try:
             await self.serve([listener])
         finally:
-            watcher.cancel()
+            for watcher in watchers:
+                watcher.cancel()
         return self._exit_code
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -147,6 +153,12 @@ class _Server(uvicorn.Server):
                 self._exit_code = EXIT_CHILD_DIED
                 self._service.is_draining = self.should_exit = True
                 return
+
+    async def _watch_loop(self) -> None:
+        while True:
+            due = time.monotonic() + LAG_CHECK_S
+            await asyncio.sleep(LAG_CHECK_S)
+            self._service.metrics.loop_lag.observe(time.monotonic() - due)
 
 
 def _fail(text: str, code: int) -> int:

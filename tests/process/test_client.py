@@ -13,7 +13,7 @@ from minisgl.connection import Command, Connection
 from minisgl.core import FinishReason
 from minisgl.errors import EngineDead, MinisglError
 from minisgl.mailbox import Output, ThreadMailbox
-from minisgl.protocol import NewRequest, Sampling, Stats
+from minisgl.protocol import Control, NewRequest, Outputs, Sampling, Stats
 from minisgl.transport import Waker
 
 SAMPLING = Sampling(0.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0, 0, b"", b"", b"", None)
@@ -114,3 +114,28 @@ def test_discarded_sample_is_heard_of_no_more_but_frees_the_window(tmp_path):
         assert [list(output.token_ids) for output in wanted.take()] == [[2, 3, 4]]
         client.close()
         assert (dropped.outputs, dropped.errors) == ([], [])
+
+
+def many_tokens(request_id: int) -> Outputs:
+    """What takes longer to read than to send."""
+    return Outputs(
+        0, array("Q", [request_id]).tobytes(), array("i", [50_000]).tobytes(), b"\0", bytes(4), bytes(200_000),
+        (), b"", b"",
+    )  # fmt: skip
+
+
+def test_client_under_a_flood_of_messages_still_speaks(tmp_path):
+    """An engine that is always faster than its frontend must hear its pings and aborts all the same."""
+    with running_engine(f"ipc://{tmp_path}/engine.sock") as engine:
+        client = EngineClient(engine.address)
+        engine.is_paused = True
+        client.submit([make_request(1), make_request(2)], ThreadMailbox())
+        engine.wait_for(lambda: len(engine.running) == 2)
+        engine.flood = many_tokens(2)
+        num_pings = sum(isinstance(message, Control) for message in engine.received)
+        client.abort([1])
+        engine.wait_for(lambda: engine.aborted() == {1})
+        engine.wait_for(lambda: sum(isinstance(message, Control) for message in engine.received) >= num_pings + 2)
+        client.check_alive()
+        engine.flood = None
+        client.close()

@@ -25,7 +25,7 @@ TEXT = ("minisgl.tokenizer", "minisgl.detokenizer", "minisgl.gguf_tokenizer")
 ENGINE = ("minisgl.engine", "minisgl.frontends", "minisgl.worker_group")
 FRONTEND = (
     *("minisgl.llm", "minisgl.batch_call", "minisgl.streams", "minisgl.completion", "minisgl.request_builder"),
-    *("minisgl.client", "minisgl.connection", "minisgl.mailbox"),
+    *("minisgl.client", "minisgl.connection", "minisgl.mailbox", "minisgl.outputs"),
 )
 SERVER = ("minisgl.server", "minisgl.server.*")
 COMMANDS = ("minisgl.cli", "minisgl.__main__")
@@ -63,6 +63,7 @@ LAYERS = (
     Layer(
         modules=TEXT,
         own=(*BASE, *MODEL, *WIRE, *TEXT),
+        third_party=("numpy",),
         deferred=("transformers", "tokenizers", "minisgl.gguf_tokenizer"),
     ),
     Layer(modules=LIFELINE),
