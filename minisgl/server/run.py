@@ -67,6 +67,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen(BACKLOG)  # two that only bind may both succeed
     except BaseException:
         listener.close()
         raise
