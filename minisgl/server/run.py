@@ -135,6 +135,8 @@ class _Server(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True
             self._exit_code = 128 + number
+            for connection in list(self.server_state.connections):  # asyncio would wait for them
+                connection.transport.abort()
         self._service.is_draining = True
         self.should_exit = True
 
