@@ -4,9 +4,9 @@
     python scripts/mixed_load.py --minutes 10
 
 The load runs in parts of a minute, or three if the time is short. After each the server must come to rest: no request,
-every page free or cached. After the last, no process may have grown by more than `MAX_GROWTH_BYTES` over the first, and
-the server must still answer and end with exit code 0, leaving no process. Any reply that its client should not have got
-ends the run. Exit codes: 0 all well, 1 with the fault's traceback. Linux.
+every page free or cached, room for as many requests as ever. After the last, no process may have grown by more than
+`MAX_GROWTH_BYTES` over the first, and the server must still answer and end with exit code 0, leaving no process. Any
+reply that its client should not have got ends the run. Exit codes: 0 all well, 1 with the fault's traceback. Linux.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import httpx
 KEY = "secret"
 NUM_PAGES, CONTEXT_TOKENS = 128, 512
 NUM_CLIENTS = 8
+MAX_QUEUED_REQ, WINDOW = 256, 64  # the server takes a quarter of what the engine queues
 PART_S = 60
 START_S = 120
 REST_S = 60  # for the server to come to rest when its clients are gone
@@ -74,6 +75,13 @@ class Load:
         prompts = [[self.chance.randrange(100, 1000) for _ in range(CONTEXT_TOKENS - 20)] for _ in range(NUM_CLIENTS)]
         reply = await self.http.post("/v1/completions", json={**GOOD, "prompt": prompts})
         assert reply.status_code == 200, reply.text
+
+    async def ask_for_all_room(self) -> None:
+        """As many samples as the server admits at once: room that it still keeps for somebody would be missing."""
+        for num_more, status in ((0, 200), (1, 400)):
+            prompts = [GOOD["prompt"]] * (WINDOW + num_more)
+            reply = await self.http.post("/v1/completions", json={**GOOD, "prompt": prompts, "max_tokens": 1})
+            assert reply.status_code == status, reply.text
 
     async def _work_until(self, deadline: float) -> None:
         kinds, weights = list(self._kinds), list(self._kinds.values())
@@ -190,6 +198,7 @@ def main() -> int:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     flags = ["--device", "cpu", "--num-pages", str(NUM_PAGES), "--max-seq-len", str(CONTEXT_TOKENS)]
+    flags += ["--max-queued-req", str(MAX_QUEUED_REQ)]
     flags += ["--served-model-name", "small", "--api-key", KEY, "--port", str(port)]
     server = subprocess.Popen([sys.executable, "-m", "minisgl", "serve", parsed.model, *flags])
     processes: dict[int, str] = {}
@@ -214,6 +223,8 @@ async def measure(load: Load, processes: dict[int, str], seconds: float) -> None
     await load.fill_pages()
     for part in range(num_parts):
         await load.run(seconds / num_parts)
+        await rest(load)
+        await load.ask_for_all_room()
         gauges = await rest(load)
         sizes.append({name: read_resident_bytes(pid) for pid, name in processes.items()})
         told = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes[-1].items())
