@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import random
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -63,7 +64,7 @@ def _make_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="an OpenAI-compatible HTTP server", allow_abbrev=False)
     _add_model_flags(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
-    serve.add_argument("--port", type=int, default=DEFAULT_PORT)
+    serve.add_argument("--port", type=_read_port, metavar="PORT", default=DEFAULT_PORT)
     serve.add_argument("--served-model-name", metavar="NAME", help="the model's name for clients")
     serve.add_argument("--api-key", metavar="KEY", help="asked of clients; default: $MINISGL_API_KEY, else none")
     serve.add_argument(*SHELL_FLAGS, action="store_true", help="chat in this terminal instead of serving")
@@ -130,7 +131,7 @@ def _serve(parsed: argparse.Namespace) -> int:
         host=parsed.host,
         port=parsed.port,
         served_model_name=parsed.served_model_name,
-        api_key=parsed.api_key or os.environ.get("MINISGL_API_KEY") or None,
+        api_key=_read_api_key(parsed),
     )
 
 
@@ -184,6 +185,22 @@ def _env(parsed: argparse.Namespace) -> int:
     lines += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name in SHOWN_VARIABLES]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def _read_port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"must be 0 to 65535, got {text!r:.60}")
+    return int(text)
+
+
+def _read_api_key(parsed: argparse.Namespace) -> str | None:
+    """None where no key is asked for. An empty one is a variable that was not set, not a wish for an open server."""
+    key: str | None = os.environ.get("MINISGL_API_KEY") if parsed.api_key is None else parsed.api_key
+    if key is not None and not re.fullmatch("[!-~]+", key):
+        raise ValueError(
+            "the API key must be visible ASCII and not empty; leave --api-key and MINISGL_API_KEY out for none"
+        )
+    return key
 
 
 def _choose_model(parsed: argparse.Namespace) -> tuple[str | None]:

@@ -59,6 +59,13 @@ class TextDecoder:
             return _PieceDetokenizer(self._get_token, hidden, self._piece_rules)
         return _WindowDetokenizer(partial(self.decode, skip_special_tokens=False), self._get_token, hidden)
 
+    def get_bytes(self, token_id: int) -> bytes:
+        """What one token stands for by itself; a token may be a part of a character."""
+        if self._decoder.get("type") == "ByteLevel":
+            return self._get_bytes(token_id)
+        byte = _parse_byte(self._get_token(token_id)) if self._piece_rules is not None else None
+        return self.decode([token_id], skip_special_tokens=False).encode() if byte is None else byte
+
     def _get_token(self, token_id: int) -> str:
         token = self._tokens.get(token_id)
         if token is None:

@@ -69,14 +69,14 @@ class PromptEncoder:
         Raises:
             InvalidRequest: there is no template, it refuses these messages, or an option is not a variable for it.
         """
-        check_messages(messages)
+        messages = check_messages(messages)
         if reserved := RESERVED_OPTIONS.intersection(template_options or ()):
             raise InvalidRequest(f"{sorted(reserved)[0]} is no variable of a chat template")
         if not self.tokenizer.chat_template:
             raise InvalidRequest("the model's tokenizer has no chat template; use generate with a text of your own")
         try:
             text: str = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False, **(template_options or {})
+                messages, add_generation_prompt=True, tokenize=False, **(template_options or {})
             )
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise InvalidRequest(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
@@ -98,13 +98,27 @@ def check_text(name: str, text: str) -> None:
         raise InvalidRequest(f"{name} is not valid text: {error}") from None
 
 
-def check_messages(messages: object) -> None:
-    """Raises InvalidRequest unless these are messages with a role."""
+def check_messages(messages: object) -> list[Message]:
+    """The messages, each content as one text. Raises InvalidRequest unless they have a role."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise InvalidRequest(f"messages must be a non-empty list of messages, got {messages!r:.100}")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidRequest(f"message {i} must be a dict with a role and a content, got {message!r:.100}")
+    return [
+        {**message, "content": join_parts(f"message {i}", message["content"])} if "content" in message else message
+        for i, message in enumerate(messages)
+    ]
+
+
+def join_parts(place: str, content: object) -> object:
+    """Content as one text where it is a list of text parts, as it is otherwise. Raises InvalidRequest."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{place} may hold only parts {{type: text, text}}, got {part!r:.60}")
+    return "".join(part["text"] for part in content)
 
 
 def load_tokenizer(model: ModelFolder) -> Any | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,6 +22,7 @@ from minisgl.server.service import Answer, Service
 
 MAX_BODY_BYTES = 16 * 2**20
 LARGE_BODY_BYTES = 64 * 2**10  # from here on, JSON is read on another thread
+BODY_TIMEOUT_S = 30.0  # for a client to send its body
 SEND_TIMEOUT_S = 30.0  # for a reader to take a few buffers' worth; then its request ends
 OPEN_PATHS = ("/health", "/ready")
 
@@ -31,7 +33,7 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-def make_app(service: Service, api_key: str | None) -> ASGIApp:
+def make_app(service: Service, api_key: str | None, *, body_timeout_s: float = BODY_TIMEOUT_S) -> ASGIApp:
     """The application. With a key, every path but /health and /ready needs it, unknown paths too."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
 
@@ -62,11 +64,11 @@ def make_app(service: Service, api_key: str | None) -> ASGIApp:
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await answer_call(service, request, is_chat=False)
+        return await answer_call(service, await read_body(request, body_timeout_s), request, is_chat=False)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer_call(service, request, is_chat=True)
+        return await answer_call(service, await read_body(request, body_timeout_s), request, is_chat=True)
 
     async def report(request: Request, error: Exception) -> Response:
         return error_response(error)
@@ -80,6 +82,7 @@ def make_app(service: Service, api_key: str | None) -> ASGIApp:
 
     app.add_exception_handler(HTTPException, report_http)
     app.add_exception_handler(ClientGone, report_gone)
+    app.add_exception_handler(ClientDisconnect, report_gone)
     for kind in (ApiError, MinisglError):
         app.add_exception_handler(kind, report)
     return Gate(app, service, api_key)
@@ -93,7 +96,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, service: Service, api_key: str | None):
         self._app, self._service = app, service
-        self._digest = None if api_key is None else hashlib.sha256(f"Bearer {api_key}".encode()).digest()
+        self._digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -124,18 +127,19 @@ class Gate:
         if self._digest is None or scope["path"] in OPEN_PATHS:
             return True
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(hashlib.sha256(given).digest(), self._digest)
+        scheme, _, key = given.partition(b" ")
+        return hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest) and scheme.lower() == b"bearer"
 
 
-async def answer_call(service: Service, request: Request, *, is_chat: bool) -> Response:
-    """Read, check and send a completion call; the reply, or its stream."""
-    body = await read_body(request)
+async def answer_call(service: Service, body: bytes, request: Request, *, is_chat: bool) -> Response:
+    """Check and send a completion call; the reply, or its stream."""
     values = await service.run(read_json, body) if len(body) > LARGE_BODY_BYTES else read_json(body)
-    if "model" in values:
+    if values.get("model") is not None:
         service.check_model(values["model"])
     call = read_call(values, is_chat=is_chat, defaults=service.defaults)
-    answer = await while_connected(request.receive, service.start(call))
+    answer = service.admit(call)
     try:
+        await while_connected(request.receive, answer.send())
         if not call.is_stream:
             return json_response(await while_connected(request.receive, make_reply(answer)))
         events = make_events(answer)
@@ -199,16 +203,20 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def read_body(request: Request) -> bytes:
-    """The body, which may not be larger than `MAX_BODY_BYTES`. Raises ApiError 413, 415."""
+async def read_body(request: Request, timeout_s: float) -> bytes:
+    """The body, which may not be larger than `MAX_BODY_BYTES`. Raises ApiError 408, 413, 415."""
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"the body must be application/json, got {kind[:60]!r}")
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="body_timeout") from None
     return bytes(body)
 
 

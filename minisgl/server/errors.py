@@ -30,6 +30,8 @@ class ApiError(Exception):
         """Of the reply, beside the usual ones."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
+        if self.status == 408:
+            return {"Connection": "close"}  # the rest of the body will not be read
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 

@@ -1,13 +1,14 @@
 """The wire shapes of OpenAI's API: reading request bodies, and the parts of replies."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from minisgl.core import MAX_OUTPUT_TOKENS, SamplingParams
 from minisgl.errors import InvalidRequest
 from minisgl.server.errors import bad_request
+from minisgl.tokenizer import join_parts
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for text completions; chat has none
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -116,10 +117,12 @@ def make_usage(num_prompt_tokens: int, num_tokens: int, num_cached_tokens: int) 
     }
 
 
-def chat_logprobs(entries: Sequence[Mapping[str, Any]], name: "TokenName") -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[Mapping[str, Any]], get_bytes: Callable[[int], bytes]) -> dict[str, Any]:
+    """Args: get_bytes: what a token stands for, maybe a part of a character."""
+
     def describe(token_id: int, logprob: float) -> dict[str, Any]:
-        token = name(token_id)
-        return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+        data = get_bytes(token_id)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
     content = [
         {**describe(e["token_id"], e["logprob"]), "top_logprobs": [describe(*pair) for pair in e["top"]]}
@@ -128,8 +131,14 @@ def chat_logprobs(entries: Sequence[Mapping[str, Any]], name: "TokenName") -> di
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(entries: Sequence[Mapping[str, Any]], name: "TokenName", offset: int) -> dict[str, Any]:
+def completion_logprobs(
+    entries: Sequence[Mapping[str, Any]], get_bytes: Callable[[int], bytes], offset: int
+) -> dict[str, Any]:
     """Args: offset: characters of the sample's text before these tokens."""
+
+    def name(token_id: int) -> str:
+        return get_bytes(token_id).decode(errors="replace")
+
     tokens = [name(entry["token_id"]) for entry in entries]
     offsets = []
     for token in tokens:
@@ -143,26 +152,16 @@ def completion_logprobs(entries: Sequence[Mapping[str, Any]], name: "TokenName",
     }
 
 
-class TokenName:
-    """The text of single tokens, as log-probabilities show them."""
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-
-    def __call__(self, token_id: int) -> str:
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return text
-
-
 def _read_message(place: str, message: object) -> dict[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise bad_request(f"{place} must be an object with a role of {', '.join(ROLES)}; got {message!r:.60}", place)
     if unknown := message.keys() - set(MESSAGE_FIELDS):
         raise bad_request(f"{place} has the unknown field {sorted(unknown)[0]!r}", place)
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_read_part(f"{place}.content", part) for part in content)
-    elif content is None and message["role"] == "assistant":
+    try:
+        content = join_parts(f"{place}.content", message.get("content"))
+    except InvalidRequest as error:
+        raise bad_request(str(error), place) from None
+    if content is None and message["role"] == "assistant":
         content = ""
     if not isinstance(content, str):
         raise bad_request(f"{place}.content must be text or a list of text parts, got {content!r:.60}", place)
@@ -172,13 +171,6 @@ def _read_message(place: str, message: object) -> dict[str, Any]:
         raise bad_request(f"{place}.content is not valid text: {error}", place) from None
     kept = {name: value for name, value in message.items() if value is not None and name != "refusal"}
     return {**kept, "role": "system" if message["role"] == "developer" else message["role"], "content": content}
-
-
-def _read_part(place: str, part: object) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise bad_request(f"{place} may hold only parts {{type: text, text}}, got {part!r:.60}", place)
-    text: str = part["text"]
-    return text
 
 
 def _read_params(values: Mapping[str, Any], *, is_chat: bool, defaults: Mapping[str, Any]) -> SamplingParams:

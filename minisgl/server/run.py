@@ -72,6 +72,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen(BACKLOG)  # two that only bind may both succeed
     except BaseException:
         listener.close()
         raise
@@ -140,6 +141,8 @@ class _Server(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True
             self._exit_code = 128 + number
+            for connection in list(self.server_state.connections):  # asyncio would wait for them
+                connection.transport.abort()
         self._service.is_draining = True
         self.should_exit = True
 

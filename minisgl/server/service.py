@@ -6,13 +6,15 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from minisgl.detokenizer import TextDecoder
 from minisgl.errors import Overloaded
 from minisgl.llm import LLM
 from minisgl.server.errors import ApiError, bad_request
 from minisgl.server.metrics import Metrics
-from minisgl.server.openai import Call, TokenName, chat_logprobs, completion_logprobs, make_usage
+from minisgl.server.openai import Call, chat_logprobs, completion_logprobs, make_usage
 from minisgl.streams import AsyncTextStream
 
 MAX_UNREAD_DELTAS = 256  # of the prompts of one call, merged and not written so far
@@ -34,6 +36,11 @@ class Service:
         self._num_samples = 0  # admitted and not ended
         self._encoders = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="minisgl-encode")
 
+    @cached_property
+    def decoder(self) -> TextDecoder:
+        """Tells the bytes of single tokens. Raises ModelLoadError where the model has no tokenizer."""
+        return TextDecoder(self.llm.tokenizer)
+
     async def run(self, function: Any, *arguments: Any) -> Any:
         """Call something slow on another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._encoders, function, *arguments)
@@ -48,51 +55,34 @@ class Service:
                 code="model_not_found",
             )  # fmt: skip
 
-    async def start(self, call: Call) -> "Answer":
-        """Encode, check and send a call.
-
-        Raises:
-            ApiError: it is wrong, or there is no room for it.
-            MinisglError: the engine.
-        """
+    def admit(self, call: Call) -> "Answer":
+        """Keep room for a call until its answer is closed. Raises ApiError, MinisglError."""
         num_samples = len(call.prompts) * call.params.n
         if num_samples > self.llm.window:
             raise bad_request(f"{num_samples} samples asked for at once, limit {self.llm.window}", "n")
-        self._check_room(num_samples)
-        self._num_samples += num_samples
-        try:
-            started = time.monotonic()
-            prompts = await self._encode(call)
-            for i, ids in enumerate(prompts):
-                if len(ids) >= self.llm.context_tokens:
-                    raise bad_request(
-                        f"prompt {i} has {len(ids)} tokens; the context of {self.llm.context_tokens} tokens holds "
-                        f"prompt and answer, so {self.llm.context_tokens - 1} is the limit",
-                        "messages" if call.is_chat else "prompt",
-                        "context_length_exceeded",
-                    )
-            streams: list[AsyncTextStream] = []
-            try:
-                for ids in prompts:
-                    streams.append(self.llm.agenerate(ids, call.params))
-            except BaseException:
-                for stream in streams:
-                    stream.close()
-                raise
-        except BaseException:
-            self._num_samples -= num_samples
-            raise
-        return Answer(self, call, [len(ids) for ids in prompts], streams, started)
-
-    def end(self, num_samples: int) -> None:
-        self._num_samples -= num_samples
-
-    def _check_room(self, num_samples: int) -> None:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         self.llm.check_alive()
         if self._num_samples + num_samples > self.llm.window:
             raise Overloaded(f"{self._num_samples} requests are running or waiting, limit {self.llm.window}")
+        self._num_samples += num_samples
+        return Answer(self, call, num_samples)
+
+    def end(self, num_samples: int) -> None:
+        self._num_samples -= num_samples
+
+    async def encode(self, call: Call) -> Sequence[Sequence[int]]:
+        """The ids of each prompt. Raises ApiError where one is too long, and InvalidRequest."""
+        prompts = await self._encode(call)
+        for i, ids in enumerate(prompts):
+            if len(ids) >= self.llm.context_tokens:
+                raise bad_request(
+                    f"prompt {i} has {len(ids)} tokens; the context of {self.llm.context_tokens} tokens holds "
+                    f"prompt and answer, so {self.llm.context_tokens - 1} is the limit",
+                    "messages" if call.is_chat else "prompt",
+                    "context_length_exceeded",
+                )
+        return prompts
 
     async def _encode(self, call: Call) -> Sequence[Sequence[int]]:
         if call.is_chat:
@@ -105,13 +95,13 @@ class Service:
 
 @dataclass
 class Answer:
-    """A call that was sent. Its deltas are read once, then `close` it, in any case."""
+    """A call that was admitted. `send` it, read its deltas once, then `close` it, in any case."""
 
     service: Service
     call: Call
-    num_prompt_tokens: list[int]
-    streams: list[AsyncTextStream]
-    started: float
+    num_samples: int
+    num_prompt_tokens: int = 0
+    streams: list[AsyncTextStream] = field(default_factory=list)
     num_tokens: int = 0
     num_cached_tokens: int = 0
     _is_closed: bool = False
@@ -120,6 +110,13 @@ class Answer:
     def __post_init__(self) -> None:
         self.id = ("chatcmpl-" if self.call.is_chat else "cmpl-") + secrets.token_hex(12)
         self.created = int(time.time())
+        self.started = time.monotonic()
+
+    async def send(self) -> None:
+        """Encode the prompts, check them and send them. Raises ApiError, MinisglError."""
+        for ids in await self.service.encode(self.call):
+            self.num_prompt_tokens += len(ids)
+            self.streams.append(self.service.llm.agenerate(ids, self.call.params))
 
     async def deltas(self) -> AsyncIterator[dict[str, Any]]:
         """Deltas as `AsyncTextStream` gives them, but with `index` among all samples of the call."""
@@ -139,21 +136,21 @@ class Answer:
             self._is_closed = True
             for stream in self.streams:
                 stream.close()
-            self.service.end(len(self.streams) * self.call.params.n)
+            self.service.end(self.num_samples)
 
     def usage(self) -> dict[str, Any]:
-        return make_usage(sum(self.num_prompt_tokens), self.num_tokens, self.num_cached_tokens)
+        return make_usage(self.num_prompt_tokens, self.num_tokens, self.num_cached_tokens)
 
     def logprobs(self, delta: dict[str, Any]) -> dict[str, Any] | None:
         """The log-probabilities of one delta, in the shape of the call's kind."""
         if self.call.params.logprobs is None:
             return None
-        name = TokenName(self.service.llm.tokenizer)
+        get_bytes = self.service.decoder.get_bytes
         if self.call.is_chat:
-            return chat_logprobs(delta["logprobs"], name)
+            return chat_logprobs(delta["logprobs"], get_bytes)
         offset = self._num_characters.get(delta["index"], 0)
         self._num_characters[delta["index"]] = offset + len(delta["text"])
-        return completion_logprobs(delta["logprobs"], name, offset)
+        return completion_logprobs(delta["logprobs"], get_bytes, offset)
 
     def _note_cached(self, delta: dict[str, Any]) -> None:
         if delta["index"] % self.call.params.n == 0:

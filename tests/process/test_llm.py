@@ -149,6 +149,18 @@ def test_chat_renders_the_template_without_bos(engine, tmp_path):
     assert llm.tokenizer.decode(chat_ids) == "<user>ab<"
 
 
+def test_chat_joins_text_parts_and_refuses_others(engine, llm):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    llm.chat([{"role": "user", "content": parts}], text_params())
+    llm.chat([{"role": "user", "content": "ab"}], text_params())
+    joined, plain = engine.requests()
+    assert joined.prompt_ids == plain.prompt_ids
+    for part in ({"type": "image_url", "image_url": {"url": "x"}}, "a", {"type": "text"}, {"type": "text", "text": 1}):
+        with pytest.raises(InvalidRequest, match="parts"):
+            llm.chat([{"role": "user", "content": [part]}], text_params())
+    assert len(engine.requests()) == 2
+
+
 def test_chat_takes_one_conversation_or_many(llm):
     one = [{"role": "user", "content": "hi"}]
     assert llm.chat(one, text_params())["text"] == "=>?"

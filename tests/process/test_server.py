@@ -70,6 +70,14 @@ def test_completion_and_usage(server, engine):
     assert reply.usage.completion_tokens == 5 and reply.usage.prompt_tokens_details.cached_tokens == 3
 
 
+def test_model_may_be_null_or_left_out_but_not_another(server):
+    assert server.post({**ASK, "model": None}).status_code == 200
+    assert server.post({name: value for name, value in ASK.items() if name != "model"}).status_code == 200
+    for model, status in (("other", 404), (5, 400)):
+        error = server.post({**ASK, "model": model})
+        assert (error.status_code, error.json()["error"]["param"]) == (status, "model")
+
+
 def test_full_queue_is_429_with_retry_after(server, engine):
     engine.reject = lambda request: Rejected(request.request_id, RejectReason.OVERLOADED, "full")
     for body in (ASK, {**ASK, "stream": True}):
@@ -132,8 +140,12 @@ def test_key_guards_all_but_health_and_ready(engine, folder):
         assert {httpx.get(server.url + path).status_code for path in ("/metrics", "/v1/models", "/x", "/health/")} == {
             401
         }
-        right = {"authorization": "Bearer secret"}
-        assert httpx.get(server.url + "/v1/models", headers=right).status_code == 200
+        for key, status in {
+            "Bearer secret": 200, "bearer secret": 200, "BEARER  secret": 200, "secret": 401, "Basic secret": 401,
+            "Bearer": 401, "Bearer secret2": 401, "Bearer Secret": 401, "Bearer ": 401,
+        }.items():  # fmt: skip
+            reply = httpx.get(server.url + "/v1/models", headers={"authorization": key.strip()})
+            assert reply.status_code == status, key
     finally:
         server.end()
 
@@ -156,6 +168,30 @@ def test_sigterm_finishes_a_running_stream_and_exits_0(server, engine):
             received += chunk
     assert b"[DONE]" in received
     assert server.process.wait(WAIT_S) == 0
+
+
+def test_second_sigterm_ends_a_drain_at_once_with_143(server, engine):
+    engine.is_paused = True
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as one:
+        body = json.dumps(ENDLESS).encode()
+        one.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        wait_until(lambda: bool(engine.running))
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not accepts(server.port))
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(WAIT_S) == 128 + signal.SIGTERM  # well before the drain's own end
+
+
+def accepts(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=WAIT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def test_dead_engine_ends_streams_with_an_error_and_the_server(server, engine):

@@ -26,6 +26,21 @@ def stream(tokenizer: FastTokenizer, token_ids: list[int], *, skip: bool = True)
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
+@pytest.mark.parametrize("tokenizer", [BYTES, PIECES], ids=["bytes", "pieces"])
+def test_get_bytes_of_a_part_of_a_character_are_its_own(tokenizer):
+    decoder = TextDecoder(tokenizer)
+    for text in ("a", "é", "日本", "🙂"):
+        ids = bytes_tokens(text)
+        assert b"".join(decoder.get_bytes(token_id) for token_id in ids) == text.encode()
+        assert all(len(decoder.get_bytes(token_id)) == 1 for token_id in ids)
+
+
+def test_get_bytes_of_whole_words_are_their_text():
+    assert TextDecoder(PIECES).get_bytes(NUM_BYTES + WORDS.index("日本")) == "日本".encode()
+    assert TextDecoder(METASPACE).get_bytes(0) == METASPACE.decode([0]).encode()
+    assert TextDecoder(BYTES).get_bytes(NUM_BYTES) == BOS.encode()
+
+
 def ids_of(tokenizer: FastTokenizer) -> st.SearchStrategy[list[int]]:
     # A few ids past the end: models have rows that the tokenizer does not know.
     return st.lists(st.integers(0, tokenizer.backend_tokenizer.get_vocab_size() + 3), max_size=60)

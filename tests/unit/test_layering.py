@@ -81,7 +81,7 @@ LAYERS = (
     ),
     Layer(
         modules=SERVER,
-        own=(*BASE, *MODEL, *WIRE, *FRONTEND, *SERVER),
+        own=(*BASE, *MODEL, *WIRE, *TEXT, *FRONTEND, *SERVER),
         third_party=("fastapi", "starlette", "uvicorn", "prometheus_client"),
     ),
     # Help and version answer at once: whatever a command needs is imported when it runs.

@@ -2,9 +2,19 @@
 
 import pytest
 
+from minisgl import errors
 from minisgl.core import MAX_OUTPUT_TOKENS
-from minisgl.server.errors import ApiError
-from minisgl.server.openai import read_call, read_json
+from minisgl.server.errors import ApiError, to_api_error
+from minisgl.server.openai import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    IGNORED_FIELDS,
+    NEUTRAL_VALUES,
+    chat_logprobs,
+    completion_logprobs,
+    read_call,
+    read_json,
+)
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "m", "prompt": "hi"}
@@ -50,6 +60,45 @@ def test_read_call_bad_prompt_is_400(prompt):
     with pytest.raises(ApiError) as caught:
         read_call({"model": "m", "prompt": prompt}, is_chat=False, defaults={})
     assert caught.value.param == "prompt"
+
+
+def test_read_json_last_of_equal_keys_counts():
+    assert read_json(b'{"max_tokens": 1, "max_tokens": 2}') == {"max_tokens": 2}
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_read_call_null_is_absent(is_chat):
+    required = CHAT if is_chat else TEXT
+    known = {*(CHAT_FIELDS if is_chat else COMPLETION_FIELDS), *IGNORED_FIELDS, *NEUTRAL_VALUES, "no_such_field"}
+    nulls = dict.fromkeys(known - required.keys())
+    assert read_call({**required, **nulls}, is_chat=is_chat, defaults={}) == read_call(
+        required, is_chat=is_chat, defaults={}
+    )
+    for name in {"messages", "prompt"} & required.keys():
+        with pytest.raises(ApiError):
+            read_call({**required, name: None}, is_chat=is_chat, defaults={})
+
+
+def test_to_api_error_every_error_has_openais_shape():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(kinds) > 10
+    for error in [kind("text") for kind in kinds] + [ApiError(404, "text"), ValueError("inside"), KeyError()]:
+        told = to_api_error(error)
+        body = told.body["error"]
+        assert body.keys() == {"message", "type", "param", "code"} and 400 <= told.status < 600
+        assert isinstance(body["message"], str) and isinstance(body["type"], str)
+        assert body["code"] is None or isinstance(body["code"], str)
+        assert "inside" not in body["message"]
+
+
+def test_logprobs_tokens_that_are_parts_of_a_character():
+    pieces = [b"a", *(bytes([byte]) for byte in "é".encode())]
+    entries = [{"token_id": i, "logprob": -1.0, "top": [(i, -1.0)]} for i in range(3)]
+    chat = chat_logprobs(entries, pieces.__getitem__)["content"]
+    assert [entry["bytes"] for entry in chat] == [[97], [0xC3], [0xA9]]
+    assert [entry["token"] for entry in chat] == ["a", "\ufffd", "\ufffd"]
+    text = completion_logprobs(entries, pieces.__getitem__, 5)
+    assert text["tokens"] == ["a", "\ufffd", "\ufffd"] and text["text_offset"] == [5, 6, 7]
 
 
 def test_read_call_defaults_give_way_to_the_request():
