@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from minisgl.errors import ModelLoadError
+from minisgl.families import FAMILIES
 from minisgl.gguf_header import GgufTensor
 from minisgl.model_config import ModelConfig
 from minisgl.safetensors_files import DTYPE_BYTES, StoredTensor
@@ -39,7 +40,6 @@ GGUF_EXTRAS = ("rope_freqs.weight",)  # read with the header
 # Where models of text and images keep their text model: the published layout, then that of transformers 5.
 TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
 IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-QK_NORM_PREFIXES = ("Qwen3", "Gemma3")  # of architectures that normalise the heads of q and k
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -54,18 +54,15 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
 
 
 def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
-    hidden, size = config.hidden_size, config.head_dim
+    family, hidden, size = FAMILIES[config.architecture], config.hidden_size, config.head_dim
     query, key = config.num_heads * size, config.num_kv_heads * size
     for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
         yield from _linear(f"self_attn.{name}", rows, hidden, config.attention_bias)
     yield from _linear("self_attn.o_proj", hidden, query, config.output_bias)
-    if config.architecture.startswith(QK_NORM_PREFIXES):
+    if family.qk_norm:
         yield "self_attn.q_norm.weight", (size,)
         yield "self_attn.k_norm.weight", (size,)
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if config.architecture.startswith("Gemma3"):
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    for norm in norms:
+    for norm in family.layer_norms:
         yield f"{norm}.weight", (hidden,)
     if config.moe is None or layer not in config.moe.sparse_layers:
         yield from _mlp("mlp", config.intermediate_size, hidden, config.mlp_bias)
@@ -130,7 +127,7 @@ def gguf_name(name: str) -> str:
 
 def text_name(stored_name: str, config: ModelConfig) -> str | None:
     """The text model's name of a stored tensor; None when it belongs to another part."""
-    if not config.architecture.endswith("ForConditionalGeneration"):
+    if not config.is_text_part:
         return stored_name
     if stored_name.startswith(IMAGE_PREFIXES):
         return None

@@ -8,21 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 from minisgl.errors import ModelLoadError
+from minisgl.families import FAMILIES
 from minisgl.gguf_header import GgufHeader
 from minisgl.json_file import JsonFile
 from minisgl.model_config import ModelConfig, read_config
 from minisgl.rope_config import RopeConfig
 
-# Mistral models before the third are written as `llama`, with or without a window.
-ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "mistral3": "MistralForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-    }
-)
+NAMES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.gguf_names))
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 FILE_DTYPES: Mapping[object, str] = MappingProxyType({0: "float32", 1: "float16"})  # of general.file_type
 FREQUENCY_DIVISORS = "rope_freqs.weight"
@@ -39,9 +31,9 @@ def read_gguf_config(header: GgufHeader) -> ModelConfig:
     """The checked shape; raises ModelLoadError naming the first key that is missing, absurd or unsupported."""
     metadata = header.metadata
     name = metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in NAMES:
         raise ModelLoadError(
-            f"{header.path}: general.architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            f"{header.path}: general.architecture {name!r} is not supported; supported are {', '.join(NAMES)}"
         )
     for key in (f"{name}.expert_count", f"{name}.attention.temperature_scale"):
         if metadata.get(key):
@@ -50,9 +42,11 @@ def read_gguf_config(header: GgufHeader) -> ModelConfig:
     if embedding is None or len(embedding.shape) != 2:
         raise ModelLoadError(f"{header.path} has no matrix token_embd.weight")
     window = metadata.get(f"{name}.attention.sliding_window") or None
-    is_mistral = ARCHITECTURES[name] == "MistralForCausalLM" or (name == "llama" and window is not None)
+    architectures = [key for key, family in FAMILIES.items() if name in family.gguf_names]
+    if window is not None:  # of families that share a name, the one that has windows
+        architectures.sort(key=lambda key: FAMILIES[key].windows == "never")
     values = {
-        "architectures": ["MistralForCausalLM" if is_mistral else ARCHITECTURES[name]],
+        "architectures": architectures,
         "vocab_size": embedding.shape[0],
         "hidden_size": metadata.get(f"{name}.embedding_length"),
         "intermediate_size": metadata.get(f"{name}.feed_forward_length"),

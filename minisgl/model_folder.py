@@ -12,14 +12,11 @@ from pathlib import Path
 
 from minisgl.checkpoint import name_gguf, name_safetensors
 from minisgl.errors import ModelLoadError
+from minisgl.families import SUPPORTED_ARCHITECTURES
 from minisgl.gguf_config import read_gguf_config, read_gguf_end_ids
 from minisgl.gguf_header import GgufHeader, GgufTensor
 from minisgl.json_file import JsonFile
-from minisgl.model_config import (
-    SUPPORTED_ARCHITECTURES,
-    ModelConfig,
-    read_config,
-)
+from minisgl.model_config import ModelConfig, read_config
 from minisgl.rope_config import RopeConfig
 from minisgl.safetensors_files import StoredTensor, find_weight_files, read_tensors
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from minisgl.families import FAMILIES
 from minisgl.gguf_header import GgufTensor
 from minisgl.model_folder import ModelConfig, ModelFolder
 from minisgl_worker.layers import WeightSource
@@ -26,7 +27,6 @@ DUMMY_STD = 0.02  # never zeros: they run faster than real weights and hide wron
 BUFFER_BYTES = 16 * 2**20  # of one read; two buffers per thread
 MAX_THREADS = 8  # more do not read faster from a disk's cache, measured
 
-PERMUTED_GGUF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 Reader = SafetensorsReader | GgufReader
 
 
@@ -194,7 +194,7 @@ def _open_reader(name: str, folder: ModelFolder, files: dict[Path, int]) -> Read
 
 def _rotary_head_dim(name: str, config: ModelConfig) -> int | None:
     """The head size where a GGUF file has the rows of q and k in another order, for rotating neighbours."""
-    is_permuted = config.architecture in PERMUTED_GGUF_ARCHITECTURES and (".q_proj." in name or ".k_proj." in name)
+    is_permuted = FAMILIES[config.architecture].gguf_permuted and (".q_proj." in name or ".k_proj." in name)
     return config.head_dim if is_permuted else None
 
 

@@ -1,4 +1,4 @@
-"""The model families, by the architecture name in config.json."""
+"""What builds a model of each family; the rest of what is known about it is its row in `minisgl.families`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -15,11 +15,9 @@ MODELS: Mapping[str, Build] = MappingProxyType(
     {
         "LlamaForCausalLM": build_llama,
         "MistralForCausalLM": build_mistral,
-        "Mistral3ForConditionalGeneration": build_mistral,
         "Qwen2ForCausalLM": build_qwen2,
         "Qwen3ForCausalLM": build_qwen3,
         "Qwen3MoeForCausalLM": build_qwen3_moe,
         "Gemma3ForCausalLM": build_gemma3,
-        "Gemma3ForConditionalGeneration": build_gemma3,
     }
 )
