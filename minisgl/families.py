@@ -18,6 +18,7 @@ class Family:
     all_windowed: bool = False  # every layer has the window, whatever layer_types says
     windowed_rope: bool = False  # layers with a window rotate by numbers of their own
     has_experts: bool = False
+    scales_queries: bool = False  # by their position
     qkv_bias: bool | None = None  # None: as attention_bias says
     qk_norm: bool = False  # each head of q and k is normalised
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -47,6 +48,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             {"sliding_window": 4096}, windows="stated", all_windowed=True,
             gguf_names=("llama", "mistral", "mistral3"), gguf_permuted=True,
         ),
+        "Ministral3ForCausalLM": Family(windows="stated", all_windowed=True, scales_queries=True),
         "Qwen2ForCausalLM": Family(_QWEN_WINDOWS, windows="opt-in", qkv_bias=True, gguf_names=("qwen2",)),
         "Qwen3ForCausalLM": Family(
             {"head_dim": 128, **_QWEN_WINDOWS}, windows="opt-in", qk_norm=True, gguf_names=("qwen3",)
@@ -60,8 +62,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 # Models of text and images: the model_type of their text_config -> the family of their text part.
 TEXT_PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM"},
+        "Mistral3ForConditionalGeneration": {
+            "mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM",
+        },
         "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     }
-)
+)  # fmt: skip
 SUPPORTED_ARCHITECTURES = (*FAMILIES, *TEXT_PARTS)

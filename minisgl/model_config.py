@@ -11,7 +11,7 @@ from pathlib import Path
 from minisgl.errors import ModelLoadError
 from minisgl.families import FAMILIES, SUPPORTED_ARCHITECTURES, TEXT_PARTS, Family
 from minisgl.json_file import JsonFile
-from minisgl.rope_config import RopeConfig, read_rope, read_rope_pair
+from minisgl.rope_config import QUERY_SCALING, RopeConfig, read_rope, read_rope_pair
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 HIDDEN_ACTS = ("silu", "gelu_pytorch_tanh")
@@ -76,6 +76,7 @@ def read_config(file: JsonFile) -> ModelConfig:
         raise file.fail("num_attention_heads", num_heads, f"a divisor of hidden_size {hidden_size}")
     read = read_rope_pair if family.windowed_rope else read_rope
     rope = read(file, file.integer("max_position_embeddings", 2**27))
+    _check_query_scaling(file.within("rope_parameters", rope.full.parameters), family)
     num_layers = file.integer("num_hidden_layers", 2**12)
     window = _read_sliding_window(file, family)
     moe = _read_moe(file, num_layers) if family.has_experts else None
@@ -155,6 +156,16 @@ def _merge_defaults(file: JsonFile, family: Family, *, is_text_part: bool) -> Js
 def _read_dtype(file: JsonFile) -> str:
     key = "dtype" if file.values.get("dtype") is not None else "torch_dtype"
     return file.choice(key, DTYPES, "bfloat16")
+
+
+def _check_query_scaling(rope: JsonFile, family: Family) -> None:
+    if family.scales_queries:
+        for key in (QUERY_SCALING, "original_max_position_embeddings"):
+            rope.number(key, 0.0, 1e9)
+    elif QUERY_SCALING in rope.values:
+        raise rope.fail(
+            QUERY_SCALING, rope.values[QUERY_SCALING], "nothing: the family does not scale queries by position"
+        )
 
 
 def _read_query_scalar(file: JsonFile) -> float | None:

@@ -138,9 +138,11 @@ def test_read_of_gemma3_in_the_old_layout(tmp_path):
 
 def test_text_config_of_another_model_is_refused(tmp_path):
     folder = write_folder(
-        tmp_path, architectures=["Mistral3ForConditionalGeneration"], text_config={"model_type": "ministral3"}
+        tmp_path, architectures=["Mistral3ForConditionalGeneration"], text_config={"model_type": "mistral4"}
     )
-    with pytest.raises(ModelLoadError, match=r"text_config\.model_type is 'ministral3', expected one of mistral"):
+    with pytest.raises(
+        ModelLoadError, match=r"text_config\.model_type is 'mistral4', expected one of mistral, ministral3"
+    ):
         read(folder)
 
 
@@ -159,6 +161,14 @@ def test_read_of_experts(tmp_path):
         ({"architectures": ["Qwen3MoeForCausalLM"]}, ["num_local_experts is missing"]),
         ({"architectures": ["Mistral3ForConditionalGeneration"]}, ["text_config is missing"]),
         ({"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta", "0.1"]),
+        ({"architectures": ["Ministral3ForCausalLM"]}, ["rope_parameters.llama_4_scaling_beta is missing"]),
+        (
+            {
+                "architectures": ["Ministral3ForCausalLM"],
+                "rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1},
+            },
+            ["rope_parameters.original_max_position_embeddings is missing"],
+        ),
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", *SUPPORTED_ARCHITECTURES]),
         ({"architectures": None}, SUPPORTED_ARCHITECTURES),
         ({"architectures": "LlamaForCausalLM"}, SUPPORTED_ARCHITECTURES),
