@@ -5,6 +5,7 @@ images, whose other parts are passed over.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -31,6 +32,7 @@ GGUF_NAMES: Mapping[str, str] = MappingProxyType(
         "self_attn.o_proj": "attn_output",
         "self_attn.q_norm": "attn_q_norm",
         "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate": "ffn_gate_inp",
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
@@ -109,6 +111,7 @@ def name_safetensors(stored: Mapping[str, StoredTensor], config: ModelConfig, pa
 def name_gguf(stored: Mapping[str, GgufTensor], config: ModelConfig, path: Path) -> dict[str, GgufTensor]:
     """As `name_safetensors`, of a GGUF file."""
     expected = expected_tensors(config)
+    stored = dict(_split_experts(stored, config))
     names = {gguf_name(name): name for name in expected}
     named = {names[name]: tensor for name, tensor in stored.items() if name in names}
     extra = [name for name in stored if name not in names and name not in GGUF_EXTRAS]
@@ -116,11 +119,28 @@ def name_gguf(stored: Mapping[str, GgufTensor], config: ModelConfig, path: Path)
     return named
 
 
+def _split_experts(stored: Mapping[str, GgufTensor], config: ModelConfig) -> Iterator[tuple[str, GgufTensor]]:
+    """The tensors with those of all experts in one cut apart: `ffn_up_exps.weight` is `ffn_up.0.weight` and so on."""
+    num_experts = config.moe.num_experts if config.moe is not None else 0
+    for name, tensor in stored.items():
+        if not name.endswith("_exps.weight") or len(tensor.shape) != 3 or tensor.shape[0] != num_experts:
+            yield name, tensor
+            continue
+        size = tensor.num_bytes // num_experts
+        for i in range(num_experts):
+            offset = tensor.offset_bytes + i * size
+            part = replace(tensor, shape=tensor.shape[1:], offset_bytes=offset, num_bytes=size)
+            yield name.replace("_exps.", f".{i}."), part
+
+
 def gguf_name(name: str) -> str:
-    """The name in a GGUF file of a tensor that transformers calls `name`."""
+    """The name in a GGUF file of a tensor that transformers calls `name`; of an expert's, see `_split_experts`."""
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         number, _, part = stem.removeprefix("model.layers.").partition(".")
+        if part.startswith("mlp.experts."):
+            expert, _, projection = part.removeprefix("mlp.experts.").partition(".")
+            return f"blk.{number}.{GGUF_NAMES[f'mlp.{projection}']}.{expert}.{kind}"
         return f"blk.{number}.{GGUF_NAMES[part]}.{kind}"
     return f"{GGUF_NAMES[stem]}.{kind}"
 

@@ -54,7 +54,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             {"head_dim": 128, **_QWEN_WINDOWS}, windows="opt-in", qk_norm=True, gguf_names=("qwen3",)
         ),
         "Qwen3MoeForCausalLM": Family(
-            {"sliding_window": 4096}, windows="opt-in", all_windowed=True, has_experts=True, qk_norm=True
+            {"sliding_window": 4096}, windows="opt-in", all_windowed=True, has_experts=True, qk_norm=True,
+            gguf_names=("qwen3moe",),
         ),
         "Gemma3ForCausalLM": _GEMMA3,
     }

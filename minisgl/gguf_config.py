@@ -35,14 +35,15 @@ def read_gguf_config(header: GgufHeader) -> ModelConfig:
         raise ModelLoadError(
             f"{header.path}: general.architecture {name!r} is not supported; supported are {', '.join(NAMES)}"
         )
+    architectures = [key for key, family in FAMILIES.items() if name in family.gguf_names]
+    has_experts = FAMILIES[architectures[0]].has_experts
     for key in (f"{name}.expert_count", f"{name}.attention.temperature_scale"):
-        if metadata.get(key):
+        if metadata.get(key) and not (has_experts and key.endswith("expert_count")):
             raise ModelLoadError(f"{header.path}: {key} {metadata[key]!r} is not supported in GGUF files")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelLoadError(f"{header.path} has no matrix token_embd.weight")
     window = metadata.get(f"{name}.attention.sliding_window") or None
-    architectures = [key for key, family in FAMILIES.items() if name in family.gguf_names]
     if window is not None:  # of families that share a name, the one that has windows
         architectures.sort(key=lambda key: FAMILIES[key].windows == "never")
     values = {
@@ -50,6 +51,10 @@ def read_gguf_config(header: GgufHeader) -> ModelConfig:
         "vocab_size": embedding.shape[0],
         "hidden_size": metadata.get(f"{name}.embedding_length"),
         "intermediate_size": metadata.get(f"{name}.feed_forward_length"),
+        "num_experts": metadata.get(f"{name}.expert_count"),
+        "num_experts_per_tok": metadata.get(f"{name}.expert_used_count"),
+        "moe_intermediate_size": metadata.get(f"{name}.expert_feed_forward_length"),
+        "norm_topk_prob": True,  # no file says so, and llama.cpp does so
         "num_hidden_layers": metadata.get(f"{name}.block_count"),
         "num_attention_heads": metadata.get(f"{name}.attention.head_count"),
         "num_key_value_heads": metadata.get(f"{name}.attention.head_count_kv"),
