@@ -23,7 +23,8 @@ from minisgl.safetensors_files import StoredTensor, find_weight_files, read_tens
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "ModelFolder", "RopeConfig", "resolve_model"]
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-HUB_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
+HUB_PATTERNS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+HUB_IGNORED = ("*/*", "consolidated*")  # other layouts of the same weights: many GB that nothing would read
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def download_from_hub(repo_id: str, *, need_weights: bool) -> Path:
 
     patterns = [*HUB_PATTERNS, *(["*.safetensors"] if need_weights else [])]
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=patterns))
+        return Path(snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=[*HUB_IGNORED]))
     except Exception as error:  # requests, httpx and hub errors share no base class
         raise ModelLoadError(
             f"model {repo_id!r}: no such folder, and not to be had from the Hub: {type(error).__name__}: {error}"
