@@ -70,7 +70,7 @@ class Engine:
         self._channel = ServerChannel(self._context, address)
         self.address = self._channel.address
         try:
-            resolve_model(config.model, need_weights=not config.use_dummy_weight)
+            resolve_model(config.model, need_weights=not config.use_dummy_weight, num_ranks=config.tp_size)
             self._workers = WorkerGroup(config, worker_module, folder, self._context)
         except BaseException:
             self._channel.close()

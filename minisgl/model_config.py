@@ -121,6 +121,24 @@ def check_heads(config: ModelConfig, path: Path) -> None:
         raise ModelLoadError(f"{path}: head_dim is {config.head_dim}, expected an even number")
 
 
+def check_ranks(config: ModelConfig, num_ranks: int) -> None:
+    """Raises ModelLoadError when the model does not divide among the ranks, as each of them would."""
+    num_dense = config.num_layers - len(config.moe.sparse_layers if config.moe else ())
+    counts = {
+        "attention heads": config.num_heads,
+        "KV heads": config.num_kv_heads if config.num_kv_heads > num_ranks else 0,
+        "MLP columns (intermediate_size)": config.intermediate_size if num_dense else 0,
+        "expert columns (moe_intermediate_size)": config.moe.intermediate_size if config.moe else 0,
+    }
+    for what, count in counts.items():
+        if count % num_ranks:
+            raise ModelLoadError(f"{count} {what} do not divide over tp_size {num_ranks}")
+    if num_ranks > config.num_kv_heads and num_ranks % config.num_kv_heads:
+        raise ModelLoadError(
+            f"tp_size {num_ranks} is no multiple of the {config.num_kv_heads} KV heads, nor they of it"
+        )
+
+
 def _read_architecture(file: JsonFile) -> str:
     names = file.values.get("architectures")
     name = names[0] if isinstance(names, list) and names else None

@@ -16,7 +16,7 @@ from minisgl.families import SUPPORTED_ARCHITECTURES
 from minisgl.gguf_config import read_gguf_config, read_gguf_end_ids
 from minisgl.gguf_header import GgufHeader, GgufTensor
 from minisgl.json_file import JsonFile
-from minisgl.model_config import ModelConfig, read_config
+from minisgl.model_config import ModelConfig, check_ranks, read_config
 from minisgl.rope_config import RopeConfig
 from minisgl.safetensors_files import StoredTensor, find_weight_files, read_tensors
 
@@ -40,15 +40,22 @@ class ModelFolder:
     tensors: Mapping[str, StoredTensor | GgufTensor] = field(default_factory=dict)
 
 
-def resolve_model(name: str, *, need_weights: bool = True) -> ModelFolder:
+def resolve_model(name: str, *, need_weights: bool = True, num_ranks: int = 1) -> ModelFolder:
     """Find and check a model: an existing folder, then a `.gguf` file, then `smollm2`, then a Hub id.
 
     Args:
         need_weights: False where weights are made up; then none are looked for.
+        num_ranks: that will share it.
 
     Raises:
         ModelLoadError: names the file and the value that is missing, broken or unsupported.
     """
+    model = _find_model(name, need_weights=need_weights)
+    check_ranks(model.config, num_ranks)
+    return model
+
+
+def _find_model(name: str, *, need_weights: bool) -> ModelFolder:
     path = Path(name)
     try:
         if path.is_dir():

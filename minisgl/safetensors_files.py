@@ -84,6 +84,8 @@ def read_tensors(files: tuple[Path, ...]) -> dict[str, StoredTensor]:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file; errors as `read_tensors`."""
+    if not file.is_file():  # a pipe would be waited for
+        raise ModelLoadError(f"{file} is not a file")
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
