@@ -38,6 +38,7 @@ class ModelFolder:
     weight_files: tuple[Path, ...]  # safetensors files or the .gguf file; empty when not asked for
     # Every tensor of the model and where it lies, by the model's own names; empty when not asked for.
     tensors: Mapping[str, StoredTensor | GgufTensor] = field(default_factory=dict)
+    stray_files: tuple[str, ...] = ()  # safetensors files that are no part of the model; empty when not asked for
 
 
 def resolve_model(name: str, *, need_weights: bool = True, num_ranks: int = 1) -> ModelFolder:
@@ -114,6 +115,7 @@ def read_folder(folder: Path, *, need_weights: bool) -> ModelFolder:
         stop_ids=tuple(sorted(i for i in stop_ids if i < config.vocab_size)),
         weight_files=files,
         tensors=name_safetensors(read_tensors(files), config, folder) if files else {},
+        stray_files=tuple(sorted(f.name for f in folder.glob("*.safetensors") if files and f not in files)),
     )
 
 
