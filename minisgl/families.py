@@ -48,7 +48,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             {"sliding_window": 4096}, windows="stated", all_windowed=True,
             gguf_names=("llama", "mistral", "mistral3"), gguf_permuted=True,
         ),
-        "Ministral3ForCausalLM": Family(windows="stated", all_windowed=True, scales_queries=True),
+        "Ministral3ForCausalLM": Family(
+            {"head_dim": 128, "rms_norm_eps": 1e-5}, windows="stated", all_windowed=True, scales_queries=True
+        ),
         "Qwen2ForCausalLM": Family(_QWEN_WINDOWS, windows="opt-in", qkv_bias=True, gguf_names=("qwen2",)),
         "Qwen3ForCausalLM": Family(
             {"head_dim": 128, **_QWEN_WINDOWS}, windows="opt-in", qk_norm=True, gguf_names=("qwen3",)

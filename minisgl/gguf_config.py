@@ -40,6 +40,10 @@ def read_gguf_config(header: GgufHeader) -> ModelConfig:
     for key in (f"{name}.expert_count", f"{name}.attention.temperature_scale"):
         if metadata.get(key) and not (has_experts and key.endswith("expert_count")):
             raise ModelLoadError(f"{header.path}: {key} {metadata[key]!r} is not supported in GGUF files")
+    if (parts := metadata.get("split.count", 0)) not in (0, 1):
+        raise ModelLoadError(
+            f"{header.path} is one of {parts} parts of a model (split.count); merge them into one file"
+        )
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelLoadError(f"{header.path} has no matrix token_embd.weight")

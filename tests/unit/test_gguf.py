@@ -36,6 +36,11 @@ def test_read_of_gguf_gives_config_and_end_ids(tmp_path):
     assert (config.dtype, config.tie_word_embeddings) == ("float16", False)
 
 
+def test_read_of_gguf_that_is_its_only_part_is_whole(tmp_path):
+    for count in (0, 1):
+        assert resolve_model(str(write_gguf(tmp_path / "m.gguf", split__count=(UINT32, count)))).tensors
+
+
 def test_read_of_gguf_without_output_is_tied(tmp_path):
     tied = {name: shape for name, shape in GGUF_TENSORS.items() if name != "output.weight"}
     path = write_gguf(tmp_path / "m.gguf", tensors=tied)
@@ -138,6 +143,7 @@ def test_gguf_header_reads_arrays_and_places(tmp_path):
         ({"llama__rope__scaling__type": (STRING, "longrope")}, ["rope.scaling.type", "longrope", "yarn"]),
         ({"llama__rope__scaling__type": (STRING, "yarn")}, ["rope.scaling.factor", "None"]),
         ({"llama__expert_count": (UINT32, 8)}, ["expert_count", "8"]),
+        ({"split__count": (UINT32, 3)}, ["one of 3 parts", "split.count", "merge"]),
         ({"llama__attention__temperature_scale": (FLOAT32, 0.5)}, ["temperature_scale", "0.5"]),
         ({"general__alignment": (UINT32, 33)}, ["alignment", "33"]),
         ({"tensors": {"x": (64, 320)}}, ["token_embd.weight"]),
