@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from minisgl.checkpoint import gguf_name
 from minisgl.errors import ModelLoadError
 from minisgl_worker import weights
+from minisgl_worker.dequantize import dequantize
 from tests.worker.checkpoints import write_checkpoint
 from tests.worker.test_weights import answer, make_runner
 
@@ -139,6 +140,18 @@ def test_gguf_divisors_rotate_as_llama3_scaling_does(tmp_path: Path) -> None:
     plain = 1e4 ** -(torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
     convert(folder, tmp_path / "m.gguf", "LlamaForCausalLM", Kind.F32, (plain / scaled).tolist())
     assert answer(tmp_path / "m.gguf") == answer(folder)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *K_QUANTS])
+def test_dequantized_values_are_bit_by_bit_those_of_the_gguf_package(kind: str) -> None:
+    """Of any bytes, with every byte in every place of a block."""
+    block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    raw = np.random.default_rng(0).integers(0, 256, 4096 * size, np.uint8)
+    with np.errstate(all="ignore"):
+        got = dequantize(torch.from_numpy(raw), Kind[kind].value)
+        want = gguf.quants.dequantize(raw.reshape(1, -1), Kind[kind]).flatten()
+    assert got.dtype == torch.float32 and len(got) == 4096 * block
+    assert np.array_equal(got.numpy(), want, equal_nan=True)
 
 
 def test_gguf_of_a_type_that_is_not_supported_is_refused(tmp_path: Path) -> None:
