@@ -5,10 +5,12 @@ images, whose other parts are passed over.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from minisgl.errors import ModelLoadError
+from minisgl.families import FAMILIES
 from minisgl.gguf_header import GgufTensor
 from minisgl.model_config import ModelConfig
 from minisgl.safetensors_files import DTYPE_BYTES, StoredTensor
@@ -30,6 +32,7 @@ GGUF_NAMES: Mapping[str, str] = MappingProxyType(
         "self_attn.o_proj": "attn_output",
         "self_attn.q_norm": "attn_q_norm",
         "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate": "ffn_gate_inp",
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
@@ -39,7 +42,6 @@ GGUF_EXTRAS = ("rope_freqs.weight",)  # read with the header
 # Where models of text and images keep their text model: the published layout, then that of transformers 5.
 TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
 IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-QK_NORM_PREFIXES = ("Qwen3", "Gemma3")  # of architectures that normalise the heads of q and k
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -54,18 +56,15 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
 
 
 def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
-    hidden, size = config.hidden_size, config.head_dim
+    family, hidden, size = FAMILIES[config.architecture], config.hidden_size, config.head_dim
     query, key = config.num_heads * size, config.num_kv_heads * size
     for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
         yield from _linear(f"self_attn.{name}", rows, hidden, config.attention_bias)
     yield from _linear("self_attn.o_proj", hidden, query, config.output_bias)
-    if config.architecture.startswith(QK_NORM_PREFIXES):
+    if family.qk_norm:
         yield "self_attn.q_norm.weight", (size,)
         yield "self_attn.k_norm.weight", (size,)
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if config.architecture.startswith("Gemma3"):
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    for norm in norms:
+    for norm in family.layer_norms:
         yield f"{norm}.weight", (hidden,)
     if config.moe is None or layer not in config.moe.sparse_layers:
         yield from _mlp("mlp", config.intermediate_size, hidden, config.mlp_bias)
@@ -112,6 +111,7 @@ def name_safetensors(stored: Mapping[str, StoredTensor], config: ModelConfig, pa
 def name_gguf(stored: Mapping[str, GgufTensor], config: ModelConfig, path: Path) -> dict[str, GgufTensor]:
     """As `name_safetensors`, of a GGUF file."""
     expected = expected_tensors(config)
+    stored = dict(_split_experts(stored, config))
     names = {gguf_name(name): name for name in expected}
     named = {names[name]: tensor for name, tensor in stored.items() if name in names}
     extra = [name for name in stored if name not in names and name not in GGUF_EXTRAS]
@@ -119,18 +119,35 @@ def name_gguf(stored: Mapping[str, GgufTensor], config: ModelConfig, path: Path)
     return named
 
 
+def _split_experts(stored: Mapping[str, GgufTensor], config: ModelConfig) -> Iterator[tuple[str, GgufTensor]]:
+    """The tensors with those of all experts in one cut apart: `ffn_up_exps.weight` is `ffn_up.0.weight` and so on."""
+    num_experts = config.moe.num_experts if config.moe is not None else 0
+    for name, tensor in stored.items():
+        if not name.endswith("_exps.weight") or len(tensor.shape) != 3 or tensor.shape[0] != num_experts:
+            yield name, tensor
+            continue
+        size = tensor.num_bytes // num_experts
+        for i in range(num_experts):
+            offset = tensor.offset_bytes + i * size
+            part = replace(tensor, shape=tensor.shape[1:], offset_bytes=offset, num_bytes=size)
+            yield name.replace("_exps.", f".{i}."), part
+
+
 def gguf_name(name: str) -> str:
-    """The name in a GGUF file of a tensor that transformers calls `name`."""
+    """The name in a GGUF file of a tensor that transformers calls `name`; of an expert's, see `_split_experts`."""
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         number, _, part = stem.removeprefix("model.layers.").partition(".")
+        if part.startswith("mlp.experts."):
+            expert, _, projection = part.removeprefix("mlp.experts.").partition(".")
+            return f"blk.{number}.{GGUF_NAMES[f'mlp.{projection}']}.{expert}.{kind}"
         return f"blk.{number}.{GGUF_NAMES[part]}.{kind}"
     return f"{GGUF_NAMES[stem]}.{kind}"
 
 
 def text_name(stored_name: str, config: ModelConfig) -> str | None:
     """The text model's name of a stored tensor; None when it belongs to another part."""
-    if not config.architecture.endswith("ForConditionalGeneration"):
+    if not config.is_text_part:
         return stored_name
     if stored_name.startswith(IMAGE_PREFIXES):
         return None

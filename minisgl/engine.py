@@ -44,6 +44,7 @@ CONNECT_POLL_S = 0.02  # while workers are connecting, which nothing announces
 DRAIN_LIMIT_S = 30.0  # after SIGTERM, for requests to finish
 STOP_LIMIT_S = 10.0  # after Stop, for workers to finish their queue
 SPEED_WINDOW_S = 5.0
+NUM_NAMED = 5  # stray files in a line of the log
 WORKER_MODULE = "minisgl_worker"
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,10 @@ class Engine:
         self._channel = ServerChannel(self._context, address)
         self.address = self._channel.address
         try:
-            resolve_model(config.model, need_weights=not config.use_dummy_weight)
+            model = resolve_model(config.model, need_weights=not config.use_dummy_weight, num_ranks=config.tp_size)
+            if model.stray_files:  # one line, by the one process that there always is
+                files = ", ".join(model.stray_files[:NUM_NAMED])
+                logger.warning("%s: ignored, as they are no part of the model: %s", model.path, files)
             self._workers = WorkerGroup(config, worker_module, folder, self._context)
         except BaseException:
             self._channel.close()

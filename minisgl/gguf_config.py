@@ -8,21 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 from minisgl.errors import ModelLoadError
+from minisgl.families import FAMILIES
 from minisgl.gguf_header import GgufHeader
 from minisgl.json_file import JsonFile
 from minisgl.model_config import ModelConfig, read_config
 from minisgl.rope_config import RopeConfig
 
-# Mistral models before the third are written as `llama`, with or without a window.
-ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "mistral3": "MistralForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-    }
-)
+NAMES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.gguf_names))
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 FILE_DTYPES: Mapping[object, str] = MappingProxyType({0: "float32", 1: "float16"})  # of general.file_type
 FREQUENCY_DIVISORS = "rope_freqs.weight"
@@ -39,23 +31,34 @@ def read_gguf_config(header: GgufHeader) -> ModelConfig:
     """The checked shape; raises ModelLoadError naming the first key that is missing, absurd or unsupported."""
     metadata = header.metadata
     name = metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in NAMES:
         raise ModelLoadError(
-            f"{header.path}: general.architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            f"{header.path}: general.architecture {name!r} is not supported; supported are {', '.join(NAMES)}"
         )
+    architectures = [key for key, family in FAMILIES.items() if name in family.gguf_names]
+    has_experts = FAMILIES[architectures[0]].has_experts
     for key in (f"{name}.expert_count", f"{name}.attention.temperature_scale"):
-        if metadata.get(key):
+        if metadata.get(key) and not (has_experts and key.endswith("expert_count")):
             raise ModelLoadError(f"{header.path}: {key} {metadata[key]!r} is not supported in GGUF files")
+    if (parts := metadata.get("split.count", 0)) not in (0, 1):
+        raise ModelLoadError(
+            f"{header.path} is one of {parts} parts of a model (split.count); merge them into one file"
+        )
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelLoadError(f"{header.path} has no matrix token_embd.weight")
     window = metadata.get(f"{name}.attention.sliding_window") or None
-    is_mistral = ARCHITECTURES[name] == "MistralForCausalLM" or (name == "llama" and window is not None)
+    if window is not None:  # of families that share a name, the one that has windows
+        architectures.sort(key=lambda key: FAMILIES[key].windows == "never")
     values = {
-        "architectures": ["MistralForCausalLM" if is_mistral else ARCHITECTURES[name]],
+        "architectures": architectures,
         "vocab_size": embedding.shape[0],
         "hidden_size": metadata.get(f"{name}.embedding_length"),
         "intermediate_size": metadata.get(f"{name}.feed_forward_length"),
+        "num_experts": metadata.get(f"{name}.expert_count"),
+        "num_experts_per_tok": metadata.get(f"{name}.expert_used_count"),
+        "moe_intermediate_size": metadata.get(f"{name}.expert_feed_forward_length"),
+        "norm_topk_prob": True,  # no file says so, and llama.cpp does so
         "num_hidden_layers": metadata.get(f"{name}.block_count"),
         "num_attention_heads": metadata.get(f"{name}.attention.head_count"),
         "num_key_value_heads": metadata.get(f"{name}.attention.head_count_kv"),

@@ -23,10 +23,11 @@ DEFAULT_ALIGNMENT_BYTES = 32
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRUCTS = {kind: struct.Struct("<" + code) for kind, code in _SCALARS.items()}
-# GGML type -> (elements per unit, bytes per unit)
+# GGML type -> (name, elements per unit, bytes per unit)
 _UNITS = {
-    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 30: (1, 2),
-    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210),
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
 }  # fmt: skip
 
 
@@ -64,8 +65,10 @@ class GgufHeader:
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
                 self._read(_Cursor(view))
-        except (OSError, ValueError, struct.error) as error:  # an empty file cannot be mapped: ValueError
-            raise ModelLoadError(f"{path} is not a whole GGUF file: {error}") from None
+        except struct.error:
+            raise ModelLoadError(f"{path} cannot be read as GGUF: it ends within its header") from None
+        except (OSError, ValueError) as error:  # an empty file cannot be mapped: ValueError
+            raise ModelLoadError(f"{path} cannot be read as GGUF: {error}") from None
 
     def get_strings(self, key: str) -> list[str]:
         """The array of strings under `key`; empty when there is none."""
@@ -129,8 +132,9 @@ def _read_tensors(cursor: "_Cursor", count: int, alignment: int) -> dict[str, Gg
         if not 1 <= num_elements <= MAX_ELEMENTS:
             raise ValueError(f"tensor {name!r} has the shape {shape}")
         if ggml_type not in _UNITS:
-            raise ValueError(f"tensor {name!r} has the unsupported GGML type {ggml_type}")
-        unit_elements, unit_bytes = _UNITS[ggml_type]
+            names = ", ".join(name for name, _, _ in _UNITS.values())
+            raise ValueError(f"tensor {name!r} has the unsupported GGML type {ggml_type}; supported are {names}")
+        _, unit_elements, unit_bytes = _UNITS[ggml_type]
         if shape and shape[-1] % unit_elements:
             raise ValueError(f"tensor {name!r}: rows of {shape[-1]} elements, not in units of {unit_elements}")
         if name in entries:

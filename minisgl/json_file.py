@@ -72,6 +72,8 @@ class JsonFile:
 
 def _load_json(path: Path) -> Mapping[str, Any]:
     try:
+        if not path.is_file() and path.exists():  # a pipe would be waited for
+            raise ModelLoadError(f"{path} is not a file")
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelLoadError(f"{path} has {path.stat().st_size} bytes, limit {MAX_JSON_BYTES}")
         values = json.loads(path.read_bytes())

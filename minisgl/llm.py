@@ -219,7 +219,7 @@ class LLM:
 
     def _start(self, config: EngineConfig) -> None:
         """Start an engine, and load the tokenizer while it starts."""
-        model = resolve_model(config.model, need_weights=not config.use_dummy_weight)
+        model = resolve_model(config.model, need_weights=not config.use_dummy_weight, num_ranks=config.tp_size)
         config = replace(config, model=str(model.path))  # so that a Hub id is looked up once
         folder = PrivateFolder()
         try:

@@ -5,56 +5,17 @@ and value.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from minisgl.errors import ModelLoadError
+from minisgl.families import FAMILIES, SUPPORTED_ARCHITECTURES, TEXT_PARTS, Family
 from minisgl.json_file import JsonFile
-from minisgl.rope_config import RopeConfig, read_rope, read_rope_pair
+from minisgl.rope_config import QUERY_SCALING, RopeConfig, read_rope, read_rope_pair
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 HIDDEN_ACTS = ("silu", "gelu_pytorch_tanh")
 UNSUPPORTED_KEYS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What a family takes for granted, and where its config.json says the rest."""
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # for keys that config.json does not have
-    windows: str = "never"  # "opt-in": with use_sliding_window; "stated": whenever sliding_window is a number
-    all_windowed: bool = False  # every layer has the window, whatever layer_types says
-    qkv_bias: bool | None = None  # None: as attention_bias says
-    norm_offset: float = 0.0
-    text_model_types: tuple[str, ...] = ()  # for a model of text and images: what its text_config may be
-
-
-_QWEN_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
-_GEMMA3 = Family(
-    {
-        "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "query_pre_attn_scalar": 256, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
-        "sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-        "tie_word_embeddings": True,
-    },
-    windows="stated", norm_offset=1.0,
-)  # fmt: skip
-_MISTRAL = Family({"sliding_window": 4096}, windows="stated", all_windowed=True)
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "LlamaForCausalLM": Family(),
-        "MistralForCausalLM": _MISTRAL,
-        "Mistral3ForConditionalGeneration": replace(_MISTRAL, text_model_types=("mistral",)),
-        "Qwen2ForCausalLM": Family(_QWEN_WINDOWS, windows="opt-in", qkv_bias=True),
-        "Qwen3ForCausalLM": Family({"head_dim": 128, **_QWEN_WINDOWS}, windows="opt-in"),
-        "Qwen3MoeForCausalLM": Family({"sliding_window": 4096}, windows="opt-in", all_windowed=True),
-        "Gemma3ForCausalLM": _GEMMA3,
-        "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_model_types=("gemma3_text",)),
-    }
-)
-SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +33,7 @@ class MoeConfig:
 class ModelConfig:
     """The shape of a model. Sizes are whole-model ones, before tensor parallelism."""
 
-    architecture: str
+    architecture: str  # a key of FAMILIES
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -95,13 +56,15 @@ class ModelConfig:
     query_pre_attn_scalar: float | None = None  # None = head_dim
     norm_offset: float = 0.0  # added to the weights of norms
     moe: MoeConfig | None = None
+    is_text_part: bool = False  # of a model of text and images
 
 
 def read_config(file: JsonFile) -> ModelConfig:
     """The checked shape; raises ModelLoadError naming the first key that is missing, absurd or unsupported."""
-    architecture = _read_architecture(file)
+    stated = _read_architecture(file)
+    architecture = _read_text_architecture(file, TEXT_PARTS[stated]) if stated in TEXT_PARTS else stated
     family = FAMILIES[architecture]
-    file = _merge_defaults(file, family)
+    file = _merge_defaults(file, family, is_text_part=stated in TEXT_PARTS)
     if file.values.get("quantization_config") is not None:
         raise ModelLoadError(f"{file.path}: quantization_config: quantized safetensors checkpoints are not supported")
     for key in UNSUPPORTED_KEYS:
@@ -111,11 +74,12 @@ def read_config(file: JsonFile) -> ModelConfig:
     num_heads = file.integer("num_attention_heads", 2**14)
     if file.values.get("head_dim") is None and hidden_size % num_heads:
         raise file.fail("num_attention_heads", num_heads, f"a divisor of hidden_size {hidden_size}")
-    read = read_rope_pair if architecture.startswith("Gemma3") else read_rope
+    read = read_rope_pair if family.windowed_rope else read_rope
     rope = read(file, file.integer("max_position_embeddings", 2**27))
+    _check_query_scaling(file.within("rope_parameters", rope.full.parameters), family)
     num_layers = file.integer("num_hidden_layers", 2**12)
     window = _read_sliding_window(file, family)
-    moe = _read_moe(file, num_layers) if architecture == "Qwen3MoeForCausalLM" else None
+    moe = _read_moe(file, num_layers) if family.has_experts else None
     attention_bias = file.flag("attention_bias", False)
     config = ModelConfig(
         architecture=architecture,
@@ -141,6 +105,7 @@ def read_config(file: JsonFile) -> ModelConfig:
         query_pre_attn_scalar=_read_query_scalar(file),
         norm_offset=family.norm_offset,
         moe=moe,
+        is_text_part=stated in TEXT_PARTS,
     )
     check_heads(config, file.path)
     return config
@@ -156,28 +121,51 @@ def check_heads(config: ModelConfig, path: Path) -> None:
         raise ModelLoadError(f"{path}: head_dim is {config.head_dim}, expected an even number")
 
 
+def check_ranks(config: ModelConfig, num_ranks: int) -> None:
+    """Raises ModelLoadError when the model does not divide among the ranks, as each of them would."""
+    num_dense = config.num_layers - len(config.moe.sparse_layers if config.moe else ())
+    counts = {
+        "attention heads": config.num_heads,
+        "KV heads": config.num_kv_heads if config.num_kv_heads > num_ranks else 0,
+        "MLP columns (intermediate_size)": config.intermediate_size if num_dense else 0,
+        "expert columns (moe_intermediate_size)": config.moe.intermediate_size if config.moe else 0,
+    }
+    for what, count in counts.items():
+        if count % num_ranks:
+            raise ModelLoadError(f"{count} {what} do not divide over tp_size {num_ranks}")
+    if num_ranks > config.num_kv_heads and num_ranks % config.num_kv_heads:
+        raise ModelLoadError(
+            f"tp_size {num_ranks} is no multiple of the {config.num_kv_heads} KV heads, nor they of it"
+        )
+
+
 def _read_architecture(file: JsonFile) -> str:
     names = file.values.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or name not in SUPPORTED_ARCHITECTURES:
         raise ModelLoadError(
             f"{file.path}: architecture {name!r} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     return name
 
 
-def _merge_defaults(file: JsonFile, family: Family) -> JsonFile:
+def _read_text_architecture(file: JsonFile, families: Mapping[str, str]) -> str:
+    """The family of a text part, by its model_type."""
+    text = file.values.get("text_config")
+    if not isinstance(text, dict):
+        raise file.fail("text_config", text, "an object")
+    kind = text.get("model_type")
+    if not isinstance(kind, str) or kind not in families:
+        raise file.fail("text_config.model_type", kind, f"one of {', '.join(families)}")
+    return families[kind]
+
+
+def _merge_defaults(file: JsonFile, family: Family, *, is_text_part: bool) -> JsonFile:
     """The file with the family's defaults below its values and, for a model of text and images, text_config above."""
     values = {**family.defaults, **file.values}
-    if family.text_model_types:
-        text = file.values.get("text_config")
-        if not isinstance(text, dict):
-            raise file.fail("text_config", text, "an object")
-        if text.get("model_type") not in family.text_model_types:
-            expected = f"one of {', '.join(family.text_model_types)}"
-            raise file.fail("text_config.model_type", text.get("model_type"), expected)
+    if is_text_part:
         kept = [key for key in ("tie_word_embeddings", "dtype", "torch_dtype") if file.values.get(key) is not None]
-        values.update({key: value for key, value in text.items() if key not in kept})
+        values.update({key: value for key, value in file.values["text_config"].items() if key not in kept})
     if values.get("hidden_activation") is not None:  # Gemma's name for it
         values["hidden_act"] = values["hidden_activation"]
     return JsonFile(file.path, values)
@@ -186,6 +174,16 @@ def _merge_defaults(file: JsonFile, family: Family) -> JsonFile:
 def _read_dtype(file: JsonFile) -> str:
     key = "dtype" if file.values.get("dtype") is not None else "torch_dtype"
     return file.choice(key, DTYPES, "bfloat16")
+
+
+def _check_query_scaling(rope: JsonFile, family: Family) -> None:
+    if family.scales_queries:
+        for key in (QUERY_SCALING, "original_max_position_embeddings"):
+            rope.number(key, 0.0, 1e9)
+    elif QUERY_SCALING in rope.values:
+        raise rope.fail(
+            QUERY_SCALING, rope.values[QUERY_SCALING], "nothing: the family does not scale queries by position"
+        )
 
 
 def _read_query_scalar(file: JsonFile) -> float | None:

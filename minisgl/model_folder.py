@@ -12,21 +12,19 @@ from pathlib import Path
 
 from minisgl.checkpoint import name_gguf, name_safetensors
 from minisgl.errors import ModelLoadError
+from minisgl.families import SUPPORTED_ARCHITECTURES
 from minisgl.gguf_config import read_gguf_config, read_gguf_end_ids
 from minisgl.gguf_header import GgufHeader, GgufTensor
 from minisgl.json_file import JsonFile
-from minisgl.model_config import (
-    SUPPORTED_ARCHITECTURES,
-    ModelConfig,
-    read_config,
-)
+from minisgl.model_config import ModelConfig, check_ranks, read_config
 from minisgl.rope_config import RopeConfig
 from minisgl.safetensors_files import StoredTensor, find_weight_files, read_tensors
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "ModelFolder", "RopeConfig", "resolve_model"]
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-HUB_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
+HUB_PATTERNS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+HUB_IGNORED = ("*/*", "consolidated*")  # other layouts of the same weights: many GB that nothing would read
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +38,25 @@ class ModelFolder:
     weight_files: tuple[Path, ...]  # safetensors files or the .gguf file; empty when not asked for
     # Every tensor of the model and where it lies, by the model's own names; empty when not asked for.
     tensors: Mapping[str, StoredTensor | GgufTensor] = field(default_factory=dict)
+    stray_files: tuple[str, ...] = ()  # safetensors files that are no part of the model; empty when not asked for
 
 
-def resolve_model(name: str, *, need_weights: bool = True) -> ModelFolder:
+def resolve_model(name: str, *, need_weights: bool = True, num_ranks: int = 1) -> ModelFolder:
     """Find and check a model: an existing folder, then a `.gguf` file, then `smollm2`, then a Hub id.
 
     Args:
         need_weights: False where weights are made up; then none are looked for.
+        num_ranks: that will share it.
 
     Raises:
         ModelLoadError: names the file and the value that is missing, broken or unsupported.
     """
+    model = _find_model(name, need_weights=need_weights)
+    check_ranks(model.config, num_ranks)
+    return model
+
+
+def _find_model(name: str, *, need_weights: bool) -> ModelFolder:
     path = Path(name)
     try:
         if path.is_dir():
@@ -86,7 +92,7 @@ def download_from_hub(repo_id: str, *, need_weights: bool) -> Path:
 
     patterns = [*HUB_PATTERNS, *(["*.safetensors"] if need_weights else [])]
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=patterns))
+        return Path(snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=[*HUB_IGNORED]))
     except Exception as error:  # requests, httpx and hub errors share no base class
         raise ModelLoadError(
             f"model {repo_id!r}: no such folder, and not to be had from the Hub: {type(error).__name__}: {error}"
@@ -109,6 +115,7 @@ def read_folder(folder: Path, *, need_weights: bool) -> ModelFolder:
         stop_ids=tuple(sorted(i for i in stop_ids if i < config.vocab_size)),
         weight_files=files,
         tensors=name_safetensors(read_tensors(files), config, folder) if files else {},
+        stray_files=tuple(sorted(f.name for f in folder.glob("*.safetensors") if files and f not in files)),
     )
 
 

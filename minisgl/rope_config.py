@@ -22,6 +22,7 @@ ROPE_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 RopeValue = float | int | bool | tuple[float, ...]
+QUERY_SCALING = "llama_4_scaling_beta"  # among the numbers of families whose queries are scaled by position
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 
@@ -85,9 +86,6 @@ def _read_one(file: JsonFile, stated_positions: int) -> tuple[RopeConfig, int]:
     partial = stated.pop("partial_rotary_factor", file.values.get("partial_rotary_factor"))
     if partial not in (None, 1):
         raise file.fail("partial_rotary_factor", partial, "1, as heads that rotate in part are not supported")
-    if stated.get("llama_4_scaling_beta") is not None:
-        beta = stated["llama_4_scaling_beta"]
-        raise file.fail(f"{key}.llama_4_scaling_beta", beta, "nothing: scaling queries by position is not supported")
     if kind == "yarn":
         stated.setdefault("original_max_position_embeddings", stated_positions)
     for name, value in stated.items():

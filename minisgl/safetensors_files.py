@@ -4,7 +4,6 @@ Nothing in a file is trusted: its header is checked against its size before anyt
 """
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -20,8 +19,6 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_HEADER_BYTES = 100 * 2**20
 MAX_DIMENSIONS = 8
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2})
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +49,6 @@ def find_weight_files(folder: Path) -> tuple[Path, ...]:
         files = present
     if not files:
         raise _no_weights(folder)
-    if stray := [file.name for file in present if file not in files]:
-        logger.warning("%s: ignored, as they are no part of the model: %s", folder, ", ".join(stray[:5]))
     return tuple(files)
 
 
@@ -84,6 +79,8 @@ def read_tensors(files: tuple[Path, ...]) -> dict[str, StoredTensor]:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file; errors as `read_tensors`."""
+    if not file.is_file():  # a pipe would be waited for
+        raise ModelLoadError(f"{file} is not a file")
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -180,7 +180,11 @@ class Attention:
     """Self-attention over the paged cache, with an optional RMS norm of each query and key head before the rotation."""
 
     def __init__(self, config: ModelConfig, layer: int, rotary_table: Tensor, backend: AttentionBackend,
-                 place: Place, *, qk_norm: bool):  # fmt: skip
+                 place: Place, *, qk_norm: bool, query_scale: Tensor | None = None):  # fmt: skip
+        """
+        Args:
+            query_scale: factor of the query at each position, [num_positions] in the model's dtype; None = 1.
+        """
         group, size = place.group, config.head_dim
         self.layer, self._backend, self._rotary_table = layer, backend, rotary_table
         num_heads = group.share(config.num_heads, "attention heads")
@@ -194,7 +198,7 @@ class Attention:
         )
         self.q_norm = RMSNorm(size, config.rms_norm_eps, place, config.norm_offset) if qk_norm else None
         self.k_norm = RMSNorm(size, config.rms_norm_eps, place, config.norm_offset) if qk_norm else None
-        self._eps = config.rms_norm_eps
+        self._eps, self._query_scale = config.rms_norm_eps, query_scale
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x and result [num_tokens, hidden_size]; K and V of these tokens are written to the cache."""
@@ -210,6 +214,8 @@ class Attention:
             v_cache,
             batch.kv_locations,
         )
+        if self._query_scale is not None:
+            query = query * self._query_scale[batch.positions, None, None]
         return self.output(self._backend.attend(query, self.layer, batch).flatten(1))
 
     def weights(self, name: str) -> Iterator[WeightSource]:

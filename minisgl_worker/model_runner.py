@@ -23,7 +23,7 @@ from minisgl_worker.models.decoder import CausalLM
 from minisgl_worker.parallel import ParallelGroup, choose_device, share_kv_heads, share_vocabulary
 from minisgl_worker.rotary import build_rotary_tables
 from minisgl_worker.sampler import Logprobs, Sampler, extras_bytes
-from minisgl_worker.weights import fill_dummy_weights, load_weights
+from minisgl_worker.weights import LoadReport, fill_dummy_weights, load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class ModelRunner:
         self._model = MODELS[model.architecture](model, tables, self._backend, place)
         group.join(rendezvous, self.device)  # after what may be refused, before memory is measured
         with torch.inference_mode():
-            _fill_weights(self._model, folder, config, show_progress=group.rank == 0)
+            self.load_report = _fill_weights(self._model, folder, config, show_progress=group.rank == 0)
             buckets = []
             if self.device.type == "cuda":
                 buckets = choose_buckets(config.max_running_req, config.cuda_graph_bs, config.cuda_graph_max_bs)
@@ -110,9 +110,11 @@ class ModelRunner:
     def summary(self) -> str:
         """One line for the log."""
         tokens = self.num_pages * self.kv.page_size
+        weights = "random weights" if self.load_report is None else self.load_report.describe()
         return (
             f"{self.model_config.architecture} in {str(self.dtype).removeprefix('torch.')} on {self._where}, "
-            f"{self._backend_name} attention, KV pool of {tokens} tokens, loaded in {self._load_seconds:.1f} s"
+            f"{self._backend_name} attention, KV pool of {tokens} tokens, {weights}, "
+            f"ready after {self._load_seconds:.1f} s"
         )
 
     def _replay(self, step: Step, grants: NDArray[np.int32]) -> StepHandle:
@@ -189,8 +191,10 @@ def _mark_failed(tokens: Tensor, failed: Tensor) -> Tensor:
     return torch.where(failed, tokens - 2**31, tokens).to(torch.int32)
 
 
-def _fill_weights(model: CausalLM, folder: ModelFolder, config: EngineConfig, *, show_progress: bool) -> None:
+def _fill_weights(
+    model: CausalLM, folder: ModelFolder, config: EngineConfig, *, show_progress: bool
+) -> LoadReport | None:
     if config.use_dummy_weight:
         fill_dummy_weights(model.weights())
-    else:
-        load_weights(model.weights(), folder, show_progress=show_progress)
+        return None
+    return load_weights(model.weights(), folder, show_progress=show_progress)

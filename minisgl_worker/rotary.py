@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minisgl.errors import ModelLoadError
 from minisgl.model_folder import ModelConfig, RopeConfig
+from minisgl.rope_config import QUERY_SCALING
 
 
 def build_rotary_tables(
@@ -29,6 +30,13 @@ def build_rotary_tables(
         assert config.windowed_rope is not None
         windowed = _build_table(config.windowed_rope, config, num_positions, dtype, device)
     return tuple(full if window is None else windowed for window in config.layer_windows)
+
+
+def build_query_scale(rope: RopeConfig, num_positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What the query of each position is multiplied by, [num_positions] in `dtype`."""
+    length, beta = (float(rope.parameters[name]) for name in ("original_max_position_embeddings", QUERY_SCALING))
+    lengths = torch.floor(torch.arange(num_positions) / length)  # whole trained lengths before a position
+    return (1 + beta * torch.log(1 + lengths)).to(device=device, dtype=dtype)
 
 
 def _build_table(

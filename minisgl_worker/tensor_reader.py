@@ -15,6 +15,7 @@ from torch import Tensor
 from minisgl.errors import ModelLoadError
 from minisgl.gguf_header import GgufTensor
 from minisgl.safetensors_files import StoredTensor
+from minisgl_worker.dequantize import dequantize
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -91,16 +92,10 @@ class GgufReader:
 
     def read(self, start: int, stop: int, buffer: Tensor) -> Tensor:
         """Rows start to stop in fp32; `buffer`, [at least their stored bytes] u8 cpu, is scratch memory."""
-        # Deferred: only GGUF files need it.
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-
         raw = buffer[: (stop - start) * self.row_bytes]
         offset = self._tensor.offset_bytes + start * self.row_bytes
         read_exactly(self._file, memoryview(raw.numpy()), offset, self._path)
-        rows = raw.numpy().reshape((stop - start, -1) if len(self.shape) > 1 else (1, -1))
-        values = torch.from_numpy(dequantize(rows, GGMLQuantizationType(self._tensor.ggml_type)))
-        values = values.reshape(stop - start, *self.shape[1:])
+        values = dequantize(raw, self._tensor.ggml_type).reshape(stop - start, *self.shape[1:])
         if self._rotary_head_dim is not None:
             pairs = values.reshape(-1, self._rotary_head_dim // 2, 2, *self.shape[1:])
             values = pairs.transpose(1, 2).reshape(values.shape)

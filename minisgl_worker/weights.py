@@ -6,17 +6,20 @@ resolved. Only a rank's own rows are read. Host memory beside the weights' place
 
 import os
 import threading
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from minisgl.families import FAMILIES
 from minisgl.gguf_header import GgufTensor
 from minisgl.model_folder import ModelConfig, ModelFolder
 from minisgl_worker.layers import WeightSource
@@ -26,11 +29,23 @@ DUMMY_STD = 0.02  # never zeros: they run faster than real weights and hide wron
 BUFFER_BYTES = 16 * 2**20  # of one read; two buffers per thread
 MAX_THREADS = 8  # more do not read faster from a disk's cache, measured
 
-PERMUTED_GGUF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 Reader = SafetensorsReader | GgufReader
 
 
-def load_weights(sources: Iterable[WeightSource], folder: ModelFolder, *, show_progress: bool = False) -> None:
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """How long it took to read weights."""
+
+    num_bytes: int  # of the tensors, as the files have them
+    seconds: float
+
+    def describe(self) -> str:
+        """A few words for the log."""
+        gigabytes = self.num_bytes / 1e9
+        return f"{gigabytes:.2f} GB of weights in {self.seconds:.1f} s ({self.seconds / gigabytes:.2f} s per GB)"
+
+
+def load_weights(sources: Iterable[WeightSource], folder: ModelFolder, *, show_progress: bool = False) -> LoadReport:
     """Fill every target from the checkpoint.
 
     Args:
@@ -39,6 +54,7 @@ def load_weights(sources: Iterable[WeightSource], folder: ModelFolder, *, show_p
     Raises:
         ModelLoadError: a file cannot be read to its end; names it.
     """
+    started = time.monotonic()
     wanted: dict[str, list[WeightSource]] = defaultdict(list)
     for source in sources:
         assert folder.tensors[source.name].shape == source.full_shape, f"{source.name}: the checkpoint's check differs"
@@ -60,6 +76,7 @@ def load_weights(sources: Iterable[WeightSource], folder: ModelFolder, *, show_p
             future.add_done_callback(lambda _, size=folder.tensors[name].num_bytes: bar.update(size))  # type: ignore[misc]
         _finish(futures)
         staging.synchronize()
+    return LoadReport(num_bytes, time.monotonic() - started)
 
 
 def fill_dummy_weights(sources: Iterable[WeightSource]) -> None:
@@ -194,7 +211,7 @@ def _open_reader(name: str, folder: ModelFolder, files: dict[Path, int]) -> Read
 
 def _rotary_head_dim(name: str, config: ModelConfig) -> int | None:
     """The head size where a GGUF file has the rows of q and k in another order, for rotating neighbours."""
-    is_permuted = config.architecture in PERMUTED_GGUF_ARCHITECTURES and (".q_proj." in name or ".k_proj." in name)
+    is_permuted = FAMILIES[config.architecture].gguf_permuted and (".q_proj." in name or ".k_proj." in name)
     return config.head_dim if is_permuted else None
 
 

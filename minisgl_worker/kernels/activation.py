@@ -21,7 +21,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if use_triton(gate_up):
         from minisgl_worker.kernels import activation_triton  # Triton is absent where there is no GPU
 
-        return activation_triton.silu_mul(gate_up)
+        return activation_triton.gated_mul(gate_up, is_silu=True)
     if gate_up.shape[-1] % (2 * VECTOR) == 0 and (native := kernels_for(gate_up)) is not None:
         return native.silu_mul(gate_up)
     return silu_mul_reference(gate_up)
@@ -29,14 +29,23 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up with the tanh approximation of gelu; shapes and rounding as in `silu_mul`."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    if use_triton(gate_up):
+        from minisgl_worker.kernels import activation_triton  # Triton is absent where there is no GPU
+
+        return activation_triton.gated_mul(gate_up, is_silu=False)
+    return gelu_mul_reference(gate_up)
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
     """`silu_mul` in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_mul_reference(gate_up: Tensor) -> Tensor:
+    """`gelu_mul` in plain torch."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 # By the name in config.json (`model_config.HIDDEN_ACTS`).

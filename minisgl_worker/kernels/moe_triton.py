@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_worker.kernels.activation_triton import activate
+
 BLOCK_PAIRS = 64  # of one program of the plan
 TILE_FIELDS = 3  # expert, first sorted pair, end of the expert's sorted pairs
 
@@ -185,9 +187,7 @@ def _gate_up_kernel(
         up = tl.dot(x, tl.load(up_ptrs + start, mask=is_weight, other=0.0), up, input_precision="ieee")
     dtype = inner_ptr.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)
-    # gelu with tanh is x * sigmoid(2u) for the polynomial u inside the tanh.
-    inside = gate if IS_SILU else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    activated = (gate / (1.0 + tl.exp(-inside))).to(dtype).to(tl.float32)
+    activated = activate(gate, IS_SILU).to(dtype).to(tl.float32)
     out = (activated * up.to(dtype).to(tl.float32)).to(dtype)
     out_ptrs = inner_ptr + rows[:, None].to(tl.int64) * width + columns[None, :]
     tl.store(out_ptrs, out, mask=is_row[:, None] & is_column[None, :])

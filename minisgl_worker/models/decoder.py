@@ -94,17 +94,19 @@ Build = Callable[[ModelConfig, Sequence[Tensor], AttentionBackend, Place], Causa
 
 
 def build_dense(
-    config: ModelConfig, tables: Sequence[Tensor], backend: AttentionBackend, place: Place, *, qk_norm: bool
-) -> CausalLM:
+    config: ModelConfig, tables: Sequence[Tensor], backend: AttentionBackend, place: Place, *, qk_norm: bool,
+    query_scale: Tensor | None = None,
+) -> CausalLM:  # fmt: skip
     """A model of pre-norm layers with gated MLPs.
 
     Args:
         qk_norm: whether each head of q and k is normalised before the rotation.
+        query_scale: see `Attention`.
     """
     layers = [
         PreNormLayer(
             config,
-            Attention(config, i, tables[i], backend, place, qk_norm=qk_norm),
+            Attention(config, i, tables[i], backend, place, qk_norm=qk_norm, query_scale=query_scale),
             GatedMLP(config, place),
             place,
         )

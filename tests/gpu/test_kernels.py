@@ -17,7 +17,7 @@ from minisgl_worker.kernels import (  # noqa: E402
     rope_append_triton,
     sampling_triton,
 )
-from minisgl_worker.kernels.activation import silu_mul_reference  # noqa: E402
+from minisgl_worker.kernels.activation import gelu_mul_reference, silu_mul_reference  # noqa: E402
 from minisgl_worker.kernels.norm import add_rms_norm_reference, rms_norm_reference  # noqa: E402
 from minisgl_worker.kernels.rope_append import qk_norm_rope_append_reference  # noqa: E402
 from minisgl_worker.kernels.sampling import combine_draws, sample_reference  # noqa: E402
@@ -86,9 +86,20 @@ def test_rms_norm_of_strided_rows_reads_only_its_columns():
 
 
 @pytest.mark.parametrize("width", [1, 100, 1024, 1500])
-def test_silu_mul_any_width_equals_reference(width):
+@pytest.mark.parametrize(("is_silu", "reference"), [(True, silu_mul_reference), (False, gelu_mul_reference)])
+def test_gated_mul_any_width_equals_reference(width, is_silu, reference):
     gate_up = torch.randn(3, 2 * width, dtype=DTYPE) * 4
-    assert_close(activation_triton.silu_mul(gate_up), silu_mul_reference(gate_up))
+    assert_close(activation_triton.gated_mul(gate_up, is_silu=is_silu), reference(gate_up))
+    wide = gate_up.float()
+    assert_close(activation_triton.gated_mul(wide, is_silu=is_silu), reference(wide), tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("is_silu", "reference"), [(True, silu_mul_reference), (False, gelu_mul_reference)])
+def test_gated_mul_of_huge_and_strided_values_equals_reference(is_silu, reference):
+    rows = torch.full((2, 12), float("nan"))
+    rows[:, :8] = torch.tensor([[3e14, -3e14, 80.0, -80.0], [1.0] * 4]).T.flatten().repeat(2, 1)
+    got, want = activation_triton.gated_mul(rows[:, :8], is_silu=is_silu), reference(rows[:, :8])
+    assert want.isfinite().all() and torch.allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("has_norm", [True, False])

@@ -15,6 +15,7 @@ from model_folders import (
 
 from minisgl.errors import ModelLoadError
 from minisgl.gguf_header import GgufHeader
+from minisgl.model_config import MoeConfig
 from minisgl.model_folder import resolve_model
 from minisgl.rope_config import RopeConfig
 
@@ -33,6 +34,11 @@ def test_read_of_gguf_gives_config_and_end_ids(tmp_path):
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size) == (4, 2, 16, 128)
     assert (config.rope.theta, config.rms_norm_eps, config.max_position_embeddings) == (5e5, 2.0**-17, 512)
     assert (config.dtype, config.tie_word_embeddings) == ("float16", False)
+
+
+def test_read_of_gguf_that_is_its_only_part_is_whole(tmp_path):
+    for count in (0, 1):
+        assert resolve_model(str(write_gguf(tmp_path / "m.gguf", split__count=(UINT32, count)))).tensors
 
 
 def test_read_of_gguf_without_output_is_tied(tmp_path):
@@ -137,6 +143,8 @@ def test_gguf_header_reads_arrays_and_places(tmp_path):
         ({"llama__rope__scaling__type": (STRING, "longrope")}, ["rope.scaling.type", "longrope", "yarn"]),
         ({"llama__rope__scaling__type": (STRING, "yarn")}, ["rope.scaling.factor", "None"]),
         ({"llama__expert_count": (UINT32, 8)}, ["expert_count", "8"]),
+        ({"split__count": (UINT32, 3)}, ["one of 3 parts", "split.count", "merge"]),
+        ({"llama__attention__temperature_scale": (FLOAT32, 0.5)}, ["temperature_scale", "0.5"]),
         ({"general__alignment": (UINT32, 33)}, ["alignment", "33"]),
         ({"tensors": {"x": (64, 320)}}, ["token_embd.weight"]),
         ({"tensors": {**GGUF_TENSORS, "rope_freqs.weight": (8, 1)}}, ["rope_freqs.weight"]),
@@ -181,3 +189,25 @@ def test_read_of_gguf_with_an_array_past_the_end_is_refused(tmp_path):
     path.write_bytes(data[:place] + struct.pack("<Q", 1000) + data[place + 8 :])
     with pytest.raises(ModelLoadError, match=r"m\.gguf.*past the end"):
         GgufHeader(path)
+
+
+def test_gguf_experts_of_another_number_are_named(tmp_path):
+    values = {key.replace("llama.", "qwen3moe.").replace(".", "__"): value for key, value in GGUF_METADATA.items()}
+    values |= {
+        "general__architecture": (STRING, "qwen3moe"),
+        "qwen3moe__expert_count": (UINT32, 4),
+        "qwen3moe__expert_used_count": (UINT32, 2),
+        "qwen3moe__expert_feed_forward_length": (UINT32, 32),
+    }
+    tensors = {name: shape for name, shape in GGUF_TENSORS.items() if ".ffn_" not in name or "norm" in name}
+    for i in range(2):
+        tensors |= {f"blk.{i}.attn_{part}_norm.weight": (16,) for part in "qk"}
+        tensors |= {f"blk.{i}.ffn_gate_inp.weight": (64, 4), f"blk.{i}.ffn_down_exps.weight": (32, 64, 4)}
+        tensors |= {f"blk.{i}.ffn_{part}_exps.weight": (64, 32, 4) for part in ("gate", "up")}
+    model = resolve_model(str(write_gguf(tmp_path / "m.gguf", tensors=tensors, **values)))
+    assert model.config.moe == MoeConfig(4, 2, 32, True, frozenset({0, 1}))
+    part, next_part = (model.tensors[f"model.layers.1.mlp.experts.{i}.down_proj.weight"] for i in (2, 3))
+    assert part.shape == (64, 32) and next_part.offset_bytes - part.offset_bytes == part.num_bytes == 4 * 64 * 32
+    tensors["blk.1.ffn_up_exps.weight"] = (64, 32, 3)
+    with pytest.raises(ModelLoadError, match=r"lacks 4 tensors: model\.layers\.1\.mlp\.experts\.0\.up_proj"):
+        resolve_model(str(write_gguf(tmp_path / "n.gguf", tensors=tensors, **values)))

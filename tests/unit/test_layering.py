@@ -15,7 +15,7 @@ PACKAGES = ("minisgl", "minisgl_worker")
 
 BASE = ("minisgl", "minisgl.core", "minisgl.errors")
 MODEL = (
-    *("minisgl.model_folder", "minisgl.model_config", "minisgl.rope_config", "minisgl.checkpoint"),
+    *("minisgl.model_folder", "minisgl.model_config", "minisgl.families", "minisgl.rope_config", "minisgl.checkpoint"),
     *("minisgl.safetensors_files", "minisgl.gguf_header", "minisgl.gguf_config", "minisgl.json_file"),
 )
 WIRE = ("minisgl.config", "minisgl.protocol", "minisgl.transport")

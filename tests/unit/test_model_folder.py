@@ -138,9 +138,11 @@ def test_read_of_gemma3_in_the_old_layout(tmp_path):
 
 def test_text_config_of_another_model_is_refused(tmp_path):
     folder = write_folder(
-        tmp_path, architectures=["Mistral3ForConditionalGeneration"], text_config={"model_type": "ministral3"}
+        tmp_path, architectures=["Mistral3ForConditionalGeneration"], text_config={"model_type": "mistral4"}
     )
-    with pytest.raises(ModelLoadError, match=r"text_config\.model_type is 'ministral3', expected one of mistral"):
+    with pytest.raises(
+        ModelLoadError, match=r"text_config\.model_type is 'mistral4', expected one of mistral, ministral3"
+    ):
         read(folder)
 
 
@@ -159,6 +161,14 @@ def test_read_of_experts(tmp_path):
         ({"architectures": ["Qwen3MoeForCausalLM"]}, ["num_local_experts is missing"]),
         ({"architectures": ["Mistral3ForConditionalGeneration"]}, ["text_config is missing"]),
         ({"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta", "0.1"]),
+        ({"architectures": ["Ministral3ForCausalLM"]}, ["rope_parameters.llama_4_scaling_beta is missing"]),
+        (
+            {
+                "architectures": ["Ministral3ForCausalLM"],
+                "rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1},
+            },
+            ["rope_parameters.original_max_position_embeddings is missing"],
+        ),
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", *SUPPORTED_ARCHITECTURES]),
         ({"architectures": None}, SUPPORTED_ARCHITECTURES),
         ({"architectures": "LlamaForCausalLM"}, SUPPORTED_ARCHITECTURES),
@@ -244,3 +254,29 @@ def test_resolve_of_another_file_is_refused(tmp_path):
 
 def test_config_of_the_tests_is_sound(tmp_path):
     assert read(write_folder(tmp_path)).vocab_size == CONFIG["vocab_size"]
+
+
+def test_of_a_hub_repository_only_what_is_read_is_fetched(tmp_path, monkeypatch):
+    """The client of the Hub gets patterns; its own filter says what they mean."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    from huggingface_hub.utils import filter_repo_objects
+
+    read = [
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+        "vocab.json", "merges.txt", "tokenizer.model", "tekken.json", "vocab.txt",
+    ]  # fmt: skip
+    weights = ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    others = [
+        "pytorch_model.bin", "modeling_llama.py", "README.md", "LICENSE.txt", "model.gguf", "consolidated.safetensors",
+        "original/consolidated.00.pth", "onnx/config.json", "fp8/model.safetensors", "tf_model.h5", ".gitattributes",
+    ]  # fmt: skip
+    fetched = []
+
+    def fetch(repo_id, **patterns):
+        fetched.append(list(filter_repo_objects([*others, *read, *weights], **patterns)))
+        return str(write_folder(tmp_path))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    resolve_model("owner/name")
+    resolve_model("owner/name", need_weights=False)
+    assert fetched == [[*read, *weights], [*read, weights[0]]]

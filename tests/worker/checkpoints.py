@@ -25,12 +25,16 @@ TINY: dict[str, object] = {
     "pad_token_id": None,
 }
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0.0, 0.0, 1.0, 0, b"", b"", b"", None)
-
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4,
+}  # fmt: skip
 
 # architecture -> (transformers' model_type, values beyond the common ones)
 KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "LlamaForCausalLM": ("llama", {}),
     "MistralForCausalLM": ("mistral", {"sliding_window": None}),
+    "Ministral3ForCausalLM": ("ministral3", {"rope_parameters": MINISTRAL3_ROPE}),
     "Qwen2ForCausalLM": (
         "qwen2",
         {"head_dim": 8},
@@ -106,13 +110,16 @@ def read_tokens(result_tokens: bytes) -> list[int]:
 
 
 def write_multimodal(
-    folder: Path, architecture: str, token_ids: list[int], *, old_names: bool
+    folder: Path, architecture: str, token_ids: list[int], *, old_names: bool, text: str
 ) -> tuple[Path, torch.Tensor]:
-    """A random fp32 model of text and images; -> (folder, its logits after each of these tokens, [tokens, vocab])."""
+    """A random fp32 model of text and images; -> (folder, its logits after each of these tokens, [tokens, vocab]).
+
+    Args:
+        text: the architecture of its text part.
+    """
     import transformers
 
     name = architecture.removesuffix("ForConditionalGeneration")
-    text = {"Gemma3": "Gemma3ForCausalLM", "Mistral3": "MistralForCausalLM"}[name]
     kind, values = KINDS[text]
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
               "image_size": 28, "patch_size": 14, "head_dim": 16}  # fmt: skip

@@ -1,6 +1,8 @@
 """Models in GGUF files have the weights, and say the tokens, of the same models in safetensors."""
 
 import json
+import re
+from collections import defaultdict
 from pathlib import Path
 
 import gguf
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from minisgl.checkpoint import gguf_name
 from minisgl.errors import ModelLoadError
 from minisgl_worker import weights
+from minisgl_worker.dequantize import dequantize
 from tests.worker.checkpoints import write_checkpoint
 from tests.worker.test_weights import answer, make_runner
 
@@ -20,7 +23,7 @@ HEAD_DIM, HIDDEN = 16, 256
 SHAPE = {"hidden_size": HIDDEN, "intermediate_size": 256, "head_dim": HEAD_DIM, "num_attention_heads": 16,
          "num_key_value_heads": 2, "initializer_range": 0.1}  # fmt: skip
 NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
-         "Qwen3ForCausalLM": "qwen3"}  # fmt: skip
+         "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3moe"}  # fmt: skip
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
@@ -62,7 +65,12 @@ def convert(folder: Path, file: Path, architecture: str, kind: Kind, divisors: l
     writer.add_rope_freq_base(10000.0)
     if config.get("sliding_window") and architecture == "MistralForCausalLM":
         writer.add_sliding_window(config["sliding_window"])
+    if name == "qwen3moe":
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     tensors = load_file(folder / "model.safetensors")
+    stacks: dict[str, dict[int, np.ndarray]] = defaultdict(dict)  # of all experts in one
     for tensor_name, tensor in tensors.items():
         array = tensor.numpy()
         is_rotated = name == "llama" and any(part in tensor_name for part in (".q_proj.", ".k_proj."))
@@ -73,7 +81,12 @@ def convert(folder: Path, file: Path, architecture: str, kind: Kind, divisors: l
         raw = quantize(stored, kind)
         back = gguf.quants.dequantize(raw, kind).reshape(array.shape)
         tensors[tensor_name] = torch.from_numpy((restore(back) if is_rotated else back).copy())
-        writer.add_tensor(gguf_name(tensor_name), raw, raw_dtype=kind)
+        if found := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", tensor_name):
+            stacks[f"blk.{found[1]}.ffn_{found[3]}_exps.weight"][int(found[2])] = raw
+        else:
+            writer.add_tensor(gguf_name(tensor_name), raw, raw_dtype=kind)
+    for stack_name, raws in stacks.items():
+        writer.add_tensor(stack_name, np.stack([raws[i] for i in range(len(raws))]), raw_dtype=kind)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
     writer.write_header_to_file()
@@ -101,6 +114,7 @@ def test_gguf_of_every_type_gives_the_same_weights(tmp_path: Path, kind: str) ->
         ("MistralForCausalLM", {"sliding_window": 5}),
         ("Qwen2ForCausalLM", {}),
         ("Qwen3ForCausalLM", {}),
+        ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 64}),
     ],
 )
 def test_gguf_of_every_architecture_gives_the_tokens_of_the_same_weights(
@@ -126,6 +140,18 @@ def test_gguf_divisors_rotate_as_llama3_scaling_does(tmp_path: Path) -> None:
     plain = 1e4 ** -(torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
     convert(folder, tmp_path / "m.gguf", "LlamaForCausalLM", Kind.F32, (plain / scaled).tolist())
     assert answer(tmp_path / "m.gguf") == answer(folder)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *K_QUANTS])
+def test_dequantized_values_are_bit_by_bit_those_of_the_gguf_package(kind: str) -> None:
+    """Of any bytes, with every byte in every place of a block."""
+    block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    raw = np.random.default_rng(0).integers(0, 256, 4096 * size, np.uint8)
+    with np.errstate(all="ignore"):
+        got = dequantize(torch.from_numpy(raw), Kind[kind].value)
+        want = gguf.quants.dequantize(raw.reshape(1, -1), Kind[kind]).flatten()
+    assert got.dtype == torch.float32 and len(got) == 4096 * block
+    assert np.array_equal(got.numpy(), want, equal_nan=True)
 
 
 def test_gguf_of_a_type_that_is_not_supported_is_refused(tmp_path: Path) -> None:

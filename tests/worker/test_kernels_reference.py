@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from minisgl_worker.kernels.activation import silu_mul
+from minisgl_worker.kernels.activation import gelu_mul, silu_mul
 from minisgl_worker.kernels.linear import linear
 from minisgl_worker.kernels.noise import gumbel, row_keys, split_seeds
 from minisgl_worker.kernels.norm import add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -109,9 +109,11 @@ def test_rms_norm_of_doubles_keeps_their_precision():
     torch.testing.assert_close(rms_norm(x, torch.ones(32, dtype=torch.float64), 1e-6), want, rtol=1e-14, atol=0)
 
 
-def test_silu_mul_takes_gate_then_up():
+def test_gated_activations_take_gate_then_up():
     gate, up = torch.randn(3, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
     torch.testing.assert_close(silu_mul(torch.cat([gate, up], dim=1)), gate / (1 + (-gate).exp()) * up)
+    inner = (2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    torch.testing.assert_close(gelu_mul(torch.cat([gate, up], dim=1)), gate * (1 + inner.tanh()) / 2 * up)
 
 
 @pytest.mark.parametrize("has_norm", [True, False])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_folders import write_folder
+from model_folders import write_folder, write_safetensors
 from tokenizers_made_here import make_byte_tokenizer
 
 from minisgl.core import SamplingParams
@@ -64,6 +64,16 @@ def llm(folder):
     with LLM(folder, "float32", **OPTIONS) as llm:
         yield llm
     assert sorted(find_children()) == sorted(before), "close() left a child behind"
+
+
+def test_stray_weight_file_is_told_of_in_one_line(tmp_path, capfd):
+    """By one of the three processes that see it."""
+    folder = write_folder(tmp_path / "m")
+    write_safetensors(folder / "stray.safetensors")
+    with LLM(folder, device="cpu", num_pages=4):
+        pass
+    lines = [line for line in capfd.readouterr().err.splitlines() if "stray.safetensors" in line]
+    assert len(lines) == 1 and "ignored" in lines[0] and str(folder) in lines[0]
 
 
 def test_closed_llm_leaves_no_process_and_no_file(folder, tmp_path, monkeypatch):

@@ -42,6 +42,9 @@ VARIANTS = [
     ("MistralForCausalLM", {"sliding_window": 12}),
     ("MistralForCausalLM", {"sliding_window": 1, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     ("MistralForCausalLM", {"sliding_window": 40, "rope_parameters": LINEAR}),
+    ("Ministral3ForCausalLM", {}),
+    ("Ministral3ForCausalLM", {"sliding_window": 9, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    ("Ministral3ForCausalLM", {"rope_parameters": {**YARN, "rope_type": "default", "llama_4_scaling_beta": 1.0}}),
     ("Qwen2ForCausalLM", {}),
     ("Qwen2ForCausalLM", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
@@ -112,7 +115,9 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, architecture: str, o
         assert (logits - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Gemma3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM"]
+)
 def test_bfloat16_logits_are_as_close_as_those_of_transformers(tmp_path: Path, architecture: str) -> None:
     """The fast kernels of a CPU serve these sizes; norms with fp32 weights are not among them."""
     sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 64, "initializer_range": 0.15}
@@ -124,10 +129,19 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(tmp_path: Path, a
 
 
 @pytest.mark.parametrize("old_names", [False, True])
-@pytest.mark.parametrize("architecture", ["Mistral3ForConditionalGeneration", "Gemma3ForConditionalGeneration"])
-def test_logits_of_a_text_part_equal_those_of_transformers(tmp_path: Path, architecture: str, old_names: bool) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "text"),
+    [
+        ("Mistral3ForConditionalGeneration", "MistralForCausalLM"),
+        ("Mistral3ForConditionalGeneration", "Ministral3ForCausalLM"),
+        ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
+    ],
+)
+def test_logits_of_a_text_part_equal_those_of_transformers(
+    tmp_path: Path, architecture: str, text: str, old_names: bool
+) -> None:
     """The folder holds a vision tower as well; names as published, or as transformers 5 has them in memory."""
-    folder, expected = write_multimodal(tmp_path / "m", architecture, TOKENS, old_names=old_names)
+    folder, expected = write_multimodal(tmp_path / "m", architecture, TOKENS, old_names=old_names, text=text)
     logits = Recorder(folder, dtype="float32").force(TOKENS, 8)
     assert (logits - expected[len(PROMPT) - 1 :]).abs().max() < 1e-4
 

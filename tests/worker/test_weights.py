@@ -2,11 +2,14 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from model_folders import write_folder
 from safetensors.torch import load_file, save_file
 
 from minisgl.config import EngineConfig
@@ -165,3 +168,25 @@ def test_rank_reads_the_bytes_of_its_slices_and_no_others(tmp_path: Path) -> Non
 def count_bytes_read() -> int:
     """Bytes that this process has read so far, from files or their cache."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_host_memory_beside_the_weights_is_a_few_buffers(tmp_path: Path, dtype: str) -> None:
+    """Not a tensor, and not the file: two tensors of 168 MB, two threads with two buffers of 16 MiB each."""
+    sizes = {"vocab_size": 40_960, "hidden_size": 1024, "num_attention_heads": 8, "intermediate_size": 512}
+    folder = write_folder(tmp_path / "m", **sizes)
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    script = str(Path(__file__).parents[2] / "benchmarks" / "bench_loading.py")
+    done = subprocess.run(
+        [sys.executable, script, str(folder), "--dtype", dtype, "--once"], capture_output=True, text=True, timeout=80,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["bytes"] > 2 * 160e6 and 0 < report["seconds"] < 60
+    assert report["bytes_beside_weights"] < 130 * 2**20
+
+
+def test_report_says_seconds_per_gigabyte() -> None:
+    assert weights.LoadReport(1_500_000_000, 3.0).describe() == "1.50 GB of weights in 3.0 s (2.00 s per GB)"
