@@ -35,6 +35,7 @@ from minisgl.model_folder import resolve_model
 from minisgl.protocol import Ready, Stats, Stop, Welcome
 from minisgl.scheduler.page_pool import IntegrityError
 from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
+from minisgl.sharding import divide_model
 from minisgl.supervisor import PrivateFolder, report_error, report_ready
 from minisgl.transport import Readiness, ServerChannel, Waker, check_address, make_context
 from minisgl.worker_group import WorkerFault, WorkerGroup
@@ -70,7 +71,8 @@ class Engine:
         self._channel = ServerChannel(self._context, address)
         self.address = self._channel.address
         try:
-            resolve_model(config.model, need_weights=not config.use_dummy_weight)
+            model = resolve_model(config.model, need_weights=not config.use_dummy_weight)
+            divide_model(model.config, config.tp_size)
             self._workers = WorkerGroup(config, worker_module, folder, self._context)
         except BaseException:
             self._channel.close()

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.model_folder import ModelConfig
+from minisgl.sharding import divide_model
 from minisgl_worker.attention.base import AttentionBackend, ForwardBatch
 from minisgl_worker.kernels.activation import GATED_ACTIVATIONS
 from minisgl_worker.kernels.linear import linear
 from minisgl_worker.kernels.norm import add_rms_norm, rms_norm
 from minisgl_worker.kernels.rope_append import qk_norm_rope_append
-from minisgl_worker.parallel import ParallelGroup, share_kv_heads
+from minisgl_worker.parallel import ParallelGroup
 from minisgl_worker.vocabulary import SharedVocabulary
 
 
@@ -160,7 +161,7 @@ class GatedMLP:
 
     def __init__(self, config: ModelConfig, place: Place):
         size, hidden = config.intermediate_size, config.hidden_size
-        share = place.group.share(size, "MLP columns (intermediate_size)")
+        share = divide_model(config, place.group.size).intermediate_size
         first = place.group.rank * share
         parts = dict.fromkeys(("gate_proj", "up_proj"), (size, first, share))
         self.gate_up = ColumnLinear(hidden, parts, config.mlp_bias, place)
@@ -183,10 +184,11 @@ class Attention:
                  place: Place, *, qk_norm: bool):  # fmt: skip
         group, size = place.group, config.head_dim
         self.layer, self._backend, self._rotary_table = layer, backend, rotary_table
-        num_heads = group.share(config.num_heads, "attention heads")
-        num_kv_heads, first_kv_head = share_kv_heads(config.num_kv_heads, group)
+        sizes = divide_model(config, group.size)
+        num_heads = sizes.num_heads
         first = group.rank * num_heads * size
-        kv_part = (config.num_kv_heads * size, first_kv_head * size, num_kv_heads * size)
+        first_kv_head = group.rank * config.num_kv_heads // group.size  # neighbours' own, where they hold the same
+        kv_part = (config.num_kv_heads * size, first_kv_head * size, sizes.num_kv_heads * size)
         parts = {"q_proj": (config.num_heads * size, first, num_heads * size), "k_proj": kv_part, "v_proj": kv_part}
         self.qkv = ColumnLinear(config.hidden_size, parts, config.attention_bias, place)
         self.output = RowLinear(

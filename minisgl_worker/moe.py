@@ -7,6 +7,7 @@ from torch import Tensor
 
 from minisgl.errors import ModelLoadError
 from minisgl.model_folder import ModelConfig
+from minisgl.sharding import divide_model
 from minisgl_worker.kernels.dispatch import TRITON_DTYPES
 from minisgl_worker.kernels.moe import compute_experts, route, router_logits
 from minisgl_worker.layers import Place, WeightSource
@@ -21,7 +22,7 @@ class SparseMLP:
         moe = config.moe
         assert moe is not None, "the config of a sparse layer has no experts"
         self._moe, self._group, self._activation = moe, place.group, config.hidden_act
-        self._share = place.group.share(moe.intermediate_size, "expert columns (moe_intermediate_size)")
+        self._share = divide_model(config, place.group.size).expert_size
         self.gate = place.empty(moe.num_experts, config.hidden_size)
         self.gate_up = place.empty(moe.num_experts, 2 * self._share, config.hidden_size)
         self.down = place.empty(moe.num_experts, config.hidden_size, self._share)

@@ -92,12 +92,6 @@ class ParallelGroup:
         if self.size > 1:
             self.sum(torch.zeros(1, device=device)).item()
 
-    def share(self, count: int, what: str) -> int:
-        """This rank's share of `count` equal parts. Raises ModelLoadError when they do not divide."""
-        if count % self.size:
-            raise ModelLoadError(f"{count} {what} do not divide over tp_size {self.size}")
-        return count // self.size
-
     def _call(self, operation: Callable[[Collectives], Tensor]) -> Tensor:
         assert self._collectives is not None, "the group has not been joined"
         self.num_collectives += 1
@@ -149,20 +143,6 @@ def sum_in_rank_order(parts: Tensor) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return total.to(parts.dtype)
-
-
-def share_kv_heads(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
-    """(KV heads of this rank, the first of them). With more ranks than KV heads, neighbours hold the same head.
-
-    Raises:
-        ModelLoadError: neither divides the other.
-    """
-    if num_kv_heads >= group.size:
-        share = group.share(num_kv_heads, "KV heads")
-        return share, group.rank * share
-    if group.size % num_kv_heads:
-        raise ModelLoadError(f"tp_size {group.size} is no multiple of the {num_kv_heads} KV heads, nor they of it")
-    return 1, group.rank * num_kv_heads // group.size
 
 
 def share_vocabulary(vocab_size: int, group: ParallelGroup) -> tuple[int, int]:

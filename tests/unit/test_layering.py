@@ -17,6 +17,7 @@ BASE = ("minisgl", "minisgl.core", "minisgl.errors")
 MODEL = (
     *("minisgl.model_folder", "minisgl.model_config", "minisgl.rope_config", "minisgl.checkpoint"),
     *("minisgl.safetensors_files", "minisgl.gguf_header", "minisgl.gguf_config", "minisgl.json_file"),
+    "minisgl.sharding",
 )
 WIRE = ("minisgl.config", "minisgl.protocol", "minisgl.transport")
 LIFELINE = ("minisgl.lifeline",)
