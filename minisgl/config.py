@@ -29,6 +29,7 @@ DTYPE_SYNONYMS = {
 DEVICES = ("auto", "cpu", "cuda")
 CACHE_TYPES = ("radix", "naive")
 SCHEDULE_POLICIES = ("fcfs", "lof")
+MOE_BACKENDS = ("auto", "torch", "triton")
 ATTENTION_BACKENDS = ("torch", "fi", "triton", "fa", "trtllm")
 
 
@@ -91,6 +92,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be above 0 and at most {top:g}, got {value!r}")
         for name, allowed in (
             ("dtype", DTYPES), ("device", DEVICES), ("cache_type", CACHE_TYPES), ("schedule_policy", SCHEDULE_POLICIES),
+            ("moe_backend", MOE_BACKENDS),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")

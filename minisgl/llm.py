@@ -16,7 +16,7 @@ from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest, ModelLoadError
 from minisgl.model_folder import ModelFolder, resolve_model
 from minisgl.request_builder import RequestBuilder, list_params, list_prompts
-from minisgl.sharding import divide_model
+from minisgl.requirements import check_options
 from minisgl.streams import AsyncTextStream, RequestStream, TextStream
 from minisgl.supervisor import ChildProcess, PrivateFolder, spawn
 from minisgl.tokenizer import Message, PromptEncoder, check_text, load_tokenizer
@@ -221,7 +221,7 @@ class LLM:
     def _start(self, config: EngineConfig) -> None:
         """Start an engine, and load the tokenizer while it starts."""
         model = resolve_model(config.model, need_weights=not config.use_dummy_weight)
-        divide_model(model.config, config.tp_size)
+        check_options(config, model.config)
         config = replace(config, model=str(model.path))  # so that a Hub id is looked up once
         folder = PrivateFolder()
         try:

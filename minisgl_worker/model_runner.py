@@ -62,7 +62,7 @@ class ModelRunner:
         folder = resolve_model(config.model, need_weights=not config.use_dummy_weight)
         self.model_config = model = folder.config
         group = group or ParallelGroup()
-        self.device = choose_device(config.device, group.rank)
+        self.device = choose_device(config.device, group)
         self.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         self._where = f"{group.size} x {self.device.type}" if group.size > 1 else str(self.device)
         self.max_seq_len = min(config.max_seq_len or 2**31, model.max_position_embeddings)

@@ -5,14 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from minisgl.errors import ModelLoadError
 from minisgl.model_folder import ModelConfig
+from minisgl.requirements import TRITON
 from minisgl.sharding import divide_model
 from minisgl_worker.kernels.dispatch import TRITON_DTYPES
 from minisgl_worker.kernels.moe import compute_experts, route, router_logits
 from minisgl_worker.layers import Place, WeightSource
-
-MOE_BACKENDS = ("torch", "triton")
 
 
 class SparseMLP:
@@ -60,16 +58,13 @@ def choose_moe_backend(place: Place) -> str:
     """The backend that `place` asks for; "auto" is triton where it can serve.
 
     Raises:
-        ModelLoadError: it is unknown, or cannot serve the device or dtype.
+        ModelLoadError: it cannot serve the device or dtype.
     """
     can_serve = place.device.type == "cuda" and place.dtype in TRITON_DTYPES
     name = place.moe_backend
     if name == "auto":
         return "triton" if can_serve else "torch"
-    if name not in MOE_BACKENDS:
-        raise ModelLoadError(f"moe_backend {name!r} is not built in; there are auto, {', '.join(MOE_BACKENDS)}")
-    if name == "triton" and not can_serve:
-        raise ModelLoadError(
-            f"moe_backend triton needs an NVIDIA GPU and at most 32 bits per value, not {place.dtype} on {place.device}"
-        )
+    if name == "triton":
+        dtype = str(place.dtype).removeprefix("torch.")
+        TRITON.check("moe_backend", name, device=place.device.type, dtype=dtype)
     return name

@@ -154,17 +154,19 @@ def share_vocabulary(vocab_size: int, group: ParallelGroup) -> tuple[int, int]:
     return rows, group.rank * rows
 
 
-def choose_device(name: str, rank: int) -> torch.device:
-    """The device of a rank. Raises ModelLoadError where "cuda" is asked for and there is none for this rank."""
+def choose_device(name: str, group: ParallelGroup) -> torch.device:
+    """This rank's device. Raises ModelLoadError where "cuda" is asked for and there are not as many as ranks."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if rank >= count:
+    if group.size > count:
+        why = "" if torch.version.cuda else f" (torch {torch.__version__} is built without CUDA)"
         raise ModelLoadError(
-            f"rank {rank} needs its own CUDA device, {count} are visible; use device=cpu or fewer ranks"
+            f"device cuda has {count} visible NVIDIA GPUs{why}, tp_size {group.size} needs one for each rank; "
+            f"{'use a smaller tp_size, or device=cpu' if count else 'use device=cpu'}"
         )
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+    torch.cuda.set_device(group.rank)
+    return torch.device("cuda", group.rank)
 
 
 def share_cpu_threads(num_ranks: int) -> None:

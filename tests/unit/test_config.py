@@ -11,7 +11,7 @@ from minisgl.config import ALIASES, EngineConfig, add_engine_flags, engine_argum
 OTHER_VALUES = {
     "dtype": "float32", "device": "cpu", "tp_size": 2, "max_running_req": 7, "max_extend_tokens": 99, "page_size": 4,
     "num_pages": 12, "memory_ratio": 0.5, "max_seq_len": 300, "cache_type": "naive", "attention_backend": "fi,triton",
-    "moe_backend": "x", "cuda_graph_bs": (1, 2), "cuda_graph_max_bs": 8, "use_dummy_weight": True, "seed": -5,
+    "moe_backend": "triton", "cuda_graph_bs": (1, 2), "cuda_graph_max_bs": 8, "use_dummy_weight": True, "seed": -5,
     "start_timeout_s": 3.5, "step_timeout_s": 2.5, "schedule_policy": "lof", "max_steps_in_flight": 3,
     "max_queued_req": 77, "record_steps": "/tmp/steps",
 }  # fmt: skip
@@ -60,7 +60,8 @@ def test_unknown_option_names_the_nearest_one() -> None:
         ("max_seq_len", 0), ("memory_ratio", 0), ("memory_ratio", 1.01), ("memory_ratio", float("nan")),
         ("memory_ratio", True), ("start_timeout_s", -1), ("step_timeout_s", float("inf")), ("dtype", "int8"),
         ("device", "tpu"), ("cache_type", "lru"), ("schedule_policy", "sjf"), ("attention_backend", "fi,fi,fi"),
-        ("attention_backend", "magic"), ("cuda_graph_bs", (0,)), ("cuda_graph_max_bs", -1), ("use_dummy_weight", 1),
+        ("attention_backend", "magic"), ("moe_backend", "grouped"),
+        ("cuda_graph_bs", (0,)), ("cuda_graph_max_bs", -1), ("use_dummy_weight", 1),
         ("max_steps_in_flight", 9), ("seed", 2**63),
     ],
 )  # fmt: skip

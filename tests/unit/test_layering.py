@@ -19,6 +19,7 @@ MODEL = (
     *("minisgl.safetensors_files", "minisgl.gguf_header", "minisgl.gguf_config", "minisgl.json_file"),
     "minisgl.sharding",
 )
+REQUIREMENTS = ("minisgl.requirements",)
 WIRE = ("minisgl.config", "minisgl.protocol", "minisgl.transport")
 LIFELINE = ("minisgl.lifeline",)
 SCHEDULER = ("minisgl.scheduler", "minisgl.scheduler.*")
@@ -53,6 +54,7 @@ class Layer:
 LAYERS = (
     Layer(modules=BASE),
     Layer(modules=("minisgl.config",), own=BASE),
+    Layer(modules=REQUIREMENTS, own=(*BASE, *MODEL, "minisgl.config")),
     Layer(modules=("minisgl.protocol",), own=BASE, third_party=("msgpack",)),
     Layer(modules=("minisgl.transport",), own=(*BASE, "minisgl.protocol"), third_party=("zmq",)),
     Layer(modules=MODEL, own=(*BASE, *MODEL), deferred=("gguf", "huggingface_hub")),
@@ -70,12 +72,12 @@ LAYERS = (
     Layer(modules=("minisgl.supervisor",), own=(*BASE, *MODEL, *WIRE, *LIFELINE)),
     Layer(
         modules=ENGINE,
-        own=(*BASE, *MODEL, *WIRE, *LIFELINE, *SCHEDULER, "minisgl.supervisor", *ENGINE),
+        own=(*BASE, *MODEL, *REQUIREMENTS, *WIRE, *LIFELINE, *SCHEDULER, "minisgl.supervisor", *ENGINE),
         third_party=("numpy",),
     ),
     Layer(
         modules=FRONTEND,
-        own=(*BASE, *MODEL, *WIRE, *TEXT, "minisgl.supervisor", *FRONTEND),
+        own=(*BASE, *MODEL, *REQUIREMENTS, *WIRE, *TEXT, "minisgl.supervisor", *FRONTEND),
         third_party=("numpy",),
         deferred=("tqdm",),
     ),
@@ -98,7 +100,7 @@ LAYERS = (
     ),
     Layer(
         modules=WORKER,
-        own=(*BASE, *MODEL, *WIRE, *LIFELINE, *WORKER),
+        own=(*BASE, *MODEL, *REQUIREMENTS, *WIRE, *LIFELINE, *WORKER),
         third_party=("numpy", "torch", "tqdm"),
         # Its process watches for the end of its parent, and sends heartbeats, before it imports torch.
         deferred=(
