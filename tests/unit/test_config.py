@@ -57,7 +57,8 @@ def test_unknown_option_names_the_nearest_one() -> None:
     [
         ("tp_size", 0), ("tp_size", True), ("tp_size", 1.0), ("page_size", 0), ("page_size", 1025), ("num_pages", 0),
         ("num_pages", -1), ("max_running_req", 0), ("max_running_req", 65_536), ("max_extend_tokens", 0),
-        ("max_seq_len", 0), ("memory_ratio", 0), ("memory_ratio", 1.01), ("memory_ratio", float("nan")),
+        ("max_seq_len", 0), ("max_seq_len", 1),
+        ("memory_ratio", 0), ("memory_ratio", 1.01), ("memory_ratio", float("nan")),
         ("memory_ratio", True), ("start_timeout_s", -1), ("step_timeout_s", float("inf")), ("dtype", "int8"),
         ("device", "tpu"), ("cache_type", "lru"), ("schedule_policy", "sjf"), ("attention_backend", "fi,fi,fi"),
         ("attention_backend", "magic"), ("moe_backend", "grouped"),
@@ -68,6 +69,14 @@ def test_unknown_option_names_the_nearest_one() -> None:
 def test_value_out_of_range_names_option_and_value(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
         EngineConfig.from_options("m", {name: value})
+
+
+def test_pool_too_small_for_any_request_names_the_least_that_works() -> None:
+    text = "num_pages 1 with page_size 1 holds 1 token, the least that a request needs is 2 .* num_pages to at least 2$"
+    with pytest.raises(ValueError, match=text):
+        EngineConfig.from_options("m", {"num_pages": 1, "page_size": 1})
+    for options in ({"num_pages": 2, "page_size": 1}, {"num_pages": 1, "page_size": 2}):
+        assert EngineConfig.from_options("m", options).num_pages == options["num_pages"]
 
 
 @pytest.mark.parametrize("model", ["", "a\0b"])
