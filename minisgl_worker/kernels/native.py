@@ -198,7 +198,8 @@ def build() -> Path:
         raise OSError("no C++ compiler (g++) is installed")
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_LIMIT_S, check=True).stdout
     named = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _describe_processor()]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl"
+    stated = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = (stated if stated.is_absolute() else Path.home() / ".cache") / "minisgl"  # as its specification has it
     library = folder / f"native-{hashlib.sha256(b'|'.join(named)).hexdigest()[:16]}.so"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.stat()
