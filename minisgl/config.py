@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -142,7 +143,9 @@ class EngineConfig:
             values["dtype"] = dtype_name(values["dtype"])
         if values.get("cuda_graph_bs") is not None:
             values["cuda_graph_bs"] = tuple(values["cuda_graph_bs"])
-        return cls(model=str(model), **values)
+        if isinstance(model, os.PathLike):
+            model = str(model)
+        return cls(model=model, **values)  # type: ignore[arg-type]  # what is no str is refused there
 
     def to_wire(self) -> dict[str, Any]:
         """As a map of plain values, the inverse of `from_wire`."""

@@ -49,7 +49,7 @@ class LLM:
     def __init__(
         self, model_path: str | Path | None = None, dtype: object = "auto", *, engine: str | None = None, **options: Any
     ):
-        config = EngineConfig.from_options(model_path or "unnamed", {"dtype": dtype, **options})
+        config = EngineConfig.from_options("unnamed" if model_path is None else model_path, {"dtype": dtype, **options})
         if engine is not None:
             beside = [*(["dtype"] if dtype != "auto" else []), *options]
             if beside:
@@ -244,7 +244,7 @@ class LLM:
         client = EngineClient(address)
         try:
             vocab_size = client.welcome.vocab_size
-            model = resolve_model(str(model_path or client.welcome.model), need_weights=False)
+            model = resolve_model(str(client.welcome.model if model_path is None else model_path), need_weights=False)
             if model.config.vocab_size != vocab_size:
                 raise ModelLoadError(
                     f"{model.path} has a vocabulary of {model.config.vocab_size} ids, but the engine at {address} "

@@ -55,10 +55,11 @@ def resolve_model(name: str, *, need_weights: bool = True) -> ModelFolder:
     try:
         if path.is_dir():
             return read_folder(path, need_weights=need_weights)
-        if path.is_file():
-            if path.suffix != ".gguf":
-                raise ModelLoadError(f"{path} is neither a model folder nor a .gguf file")
+        if path.is_file() and path.suffix == ".gguf":
             return read_gguf(path)
+        if path.exists():
+            hint = f"; give its folder, {path.parent}" if (path.parent / "config.json").is_file() else ""
+            raise ModelLoadError(f"{path} is neither a model folder nor a .gguf file{hint}")
     except OSError as error:
         raise ModelLoadError(f"cannot read model {name!r}: {error}") from None
     if name == "smollm2":

@@ -1,6 +1,7 @@
 """The engine's options, from keywords and from flags."""
 
 import argparse
+import re
 from dataclasses import fields
 
 import pytest
@@ -79,9 +80,9 @@ def test_pool_too_small_for_any_request_names_the_least_that_works() -> None:
         assert EngineConfig.from_options("m", options).num_pages == options["num_pages"]
 
 
-@pytest.mark.parametrize("model", ["", "a\0b"])
-def test_model_that_cannot_be_a_name_is_refused(model: str) -> None:
-    with pytest.raises(ValueError, match="model"):
+@pytest.mark.parametrize("model", ["", "a\0b", 5, b"ab", None, ["m"]])
+def test_model_that_cannot_be_a_name_is_refused(model: object) -> None:
+    with pytest.raises(ValueError, match=f"model must be a folder, a file or a name, got {re.escape(repr(model))}"):
         EngineConfig.from_options(model, {})
 
 

@@ -1,6 +1,7 @@
 """A model folder is read in every layout, and refused by the name of what is wrong."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -236,10 +237,14 @@ def test_resolve_of_a_hub_id_offline_names_it():
         resolve_model("nobody/nothing-at-all")
 
 
-def test_resolve_of_another_file_is_refused(tmp_path):
+def test_resolve_of_another_file_is_refused_and_its_folder_named_if_it_is_one(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"x")
-    with pytest.raises(ModelLoadError, match=r"model\.bin"):
-        resolve_model(str(tmp_path / "model.bin"))
+    for name in (str(tmp_path / "model.bin"), os.devnull):
+        with pytest.raises(ModelLoadError, match=rf"^{name} is neither a model folder nor a \.gguf file$"):
+            resolve_model(name)
+    folder = write_folder(tmp_path / "m")
+    with pytest.raises(ModelLoadError, match=rf"safetensors is neither .*; give its folder, {folder}$"):
+        resolve_model(str(folder / "model.safetensors"))
 
 
 def test_config_of_the_tests_is_sound(tmp_path):
