@@ -15,7 +15,7 @@ from minisgl.config import EngineConfig, engine_arguments
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest, ModelLoadError
 from minisgl.model_folder import ModelFolder, resolve_model
-from minisgl.request_builder import RequestBuilder, list_params, list_prompts
+from minisgl.request_builder import RequestBuilder, check_single, list_params, list_prompts
 from minisgl.requirements import check_options
 from minisgl.streams import AsyncTextStream, RequestStream, TextStream
 from minisgl.supervisor import ChildProcess, PrivateFolder, spawn
@@ -280,6 +280,7 @@ class LLM:
 
     def _check_one(self, prompt: object, sampling_params: SamplingParams | None) -> tuple[bytes, SamplingParams]:
         self._client.check_alive()
+        check_single(prompt)
         params = self._builder.check_params(0, SamplingParams() if sampling_params is None else sampling_params)
         return self._builder.pack_prompts([prompt])[0], params
 

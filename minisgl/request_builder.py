@@ -171,6 +171,15 @@ def list_prompts(prompts: object) -> Sequence[object]:
     return prompts
 
 
+def check_single(prompt: object) -> None:
+    """Refuse a list of prompts where one is wanted; what else is wrong shows when the prompt is packed."""
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt and isinstance(prompt[0], Sequence):
+        raise InvalidRequest(
+            f"one prompt is wanted, a str or a list of token ids, got a list of {len(prompt)} prompts; call once for "
+            "each, or use generate"
+        )
+
+
 def list_params(params: object, num_prompts: int) -> Sequence[object]:
     """One params object for each prompt."""
     if params is None:
