@@ -16,6 +16,7 @@ from minisgl.rope_config import RopeConfig, read_rope, read_rope_pair
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 HIDDEN_ACTS = ("silu", "gelu_pytorch_tanh")
+NULL_HAS_MEANING = ("sliding_window",)  # null: no window. Elsewhere null is the same as leaving the key out
 UNSUPPORTED_KEYS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
@@ -168,7 +169,7 @@ def _read_architecture(file: JsonFile) -> str:
 
 def _merge_defaults(file: JsonFile, family: Family) -> JsonFile:
     """The file with the family's defaults below its values and, for a model of text and images, text_config above."""
-    values = {**family.defaults, **file.values}
+    values = {**family.defaults, **_drop_nulls(file.values)}
     if family.text_model_types:
         text = file.values.get("text_config")
         if not isinstance(text, dict):
@@ -177,10 +178,14 @@ def _merge_defaults(file: JsonFile, family: Family) -> JsonFile:
             expected = f"one of {', '.join(family.text_model_types)}"
             raise file.fail("text_config.model_type", text.get("model_type"), expected)
         kept = [key for key in ("tie_word_embeddings", "dtype", "torch_dtype") if file.values.get(key) is not None]
-        values.update({key: value for key, value in text.items() if key not in kept})
+        values.update({key: value for key, value in _drop_nulls(text).items() if key not in kept})
     if values.get("hidden_activation") is not None:  # Gemma's name for it
         values["hidden_act"] = values["hidden_activation"]
     return JsonFile(file.path, values)
+
+
+def _drop_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None or key in NULL_HAS_MEANING}
 
 
 def _read_dtype(file: JsonFile) -> str:
