@@ -20,7 +20,7 @@ MODEL = (
     "minisgl.sharding",
 )
 REQUIREMENTS = ("minisgl.requirements",)
-WIRE = ("minisgl.config", "minisgl.protocol", "minisgl.transport")
+WIRE = ("minisgl.config", "minisgl.wire_fields", "minisgl.protocol", "minisgl.transport")
 LIFELINE = ("minisgl.lifeline",)
 SCHEDULER = ("minisgl.scheduler", "minisgl.scheduler.*")
 TEXT = ("minisgl.tokenizer", "minisgl.detokenizer", "minisgl.gguf_tokenizer")
@@ -55,7 +55,8 @@ LAYERS = (
     Layer(modules=BASE),
     Layer(modules=("minisgl.config",), own=BASE),
     Layer(modules=REQUIREMENTS, own=(*BASE, *MODEL, "minisgl.config")),
-    Layer(modules=("minisgl.protocol",), own=BASE, third_party=("msgpack",)),
+    Layer(modules=("minisgl.wire_fields",), own=BASE),
+    Layer(modules=("minisgl.protocol",), own=(*BASE, "minisgl.wire_fields"), third_party=("msgpack",)),
     Layer(modules=("minisgl.transport",), own=(*BASE, "minisgl.protocol"), third_party=("zmq",)),
     Layer(modules=MODEL, own=(*BASE, *MODEL), deferred=("gguf", "huggingface_hub")),
     Layer(
