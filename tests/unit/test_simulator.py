@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests.unit import simulator
-from tests.unit.simulator import KINDS, Simulation
+from tests.unit.simulator import Simulation
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SEEDS = 5000
 NUM_PROCESSES = 2
+# The least share of the seeds in which each kind of event occurs.
+KINDS = dict.fromkeys(
+    ("preemption", "eviction", "hit", "chunked_prefill", "abort_in_flight", "slot_turnover", "shared_pending_prefix",
+     "held_row", "overtaken", "stop", "failed_row", "surplus_row", "disconnect", "overloaded", "refused", "reused_id"),
+    0.02,
+) | dict.fromkeys(("large_prefill", "end_while_preempted", "abort_while_preempted"), 0.005)  # fmt: skip
 
 
 def start(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
