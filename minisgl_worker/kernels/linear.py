@@ -21,6 +21,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
         if linear_triton.can_serve(x, weight):
             return linear_triton.linear(x, weight, bias)
-    if (native := kernels_for(x)) is not None and native.serves_linear(x, weight):
+    if (native := kernels_for(x)) is not None and native.serves_linear(x):
         return native.linear(x, weight, bias)
     return F.linear(x, weight, bias)
