@@ -1,6 +1,7 @@
 """Building blocks of the models: each holds its rank's part of the weights and says where in a checkpoint they are.
 
-Plain classes, not `nn.Module`: nothing here is trained, and a step calls some 200 of them.
+Plain classes, not `nn.Module`: nothing here is trained, and a step calls some 200 of them. Where a docstring says no
+dtype or device, a tensor has those of the layer's `Place`: the model's dtype, on the rank's device.
 """
 
 from collections.abc import Iterator
@@ -47,18 +48,24 @@ class Place:
     moe_backend: str = "auto"
 
     def empty(self, *shape: int) -> Tensor:
+        """[*shape] of `dtype` on `device`, not initialised."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def zeros(self, *shape: int) -> Tensor:
+        """[*shape] of `dtype` on `device`."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def full(self, value: float) -> Tensor:
-        """A scalar, [] on the device."""
+        """A scalar, [] of `dtype` on `device`."""
         return torch.tensor(value, dtype=self.dtype, device=self.device)
 
 
 class RMSNorm:
-    """Root-mean-square normalisation with a weight; whole on every rank."""
+    """Root-mean-square normalisation with a weight; whole on every rank.
+
+    Attributes:
+        weight: [size]; fp32 where an offset is added, unless the model is fp64.
+    """
 
     def __init__(self, size: int, eps: float, place: Place, offset: float = 0.0):
         """
@@ -71,11 +78,11 @@ class RMSNorm:
         self.eps, self._offset = eps, offset
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x and result [num_tokens, size]."""
+        """x and result [..., size]."""
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
+        """(norm(x + residual), x + residual), each [num_tokens, size] as x and residual are."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def weights(self, name: str) -> Iterator[WeightSource]:
@@ -83,7 +90,11 @@ class RMSNorm:
 
 
 class ColumnLinear:
-    """Several projections of one input, fused: each rank holds a share of each one's outputs."""
+    """Several projections of one input, fused: each rank holds a share of each one's outputs.
+
+    Attributes:
+        weight: [sum of this rank's output sizes, in_size]; bias [that sum], or None.
+    """
 
     def __init__(self, in_size: int, out_sizes: dict[str, tuple[int, int, int]], bias: bool, place: Place):
         """
@@ -110,7 +121,11 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """A projection whose input is shared among the ranks; their partial products are summed, the bias added once."""
+    """A projection whose input is shared among the ranks; their partial products are summed, the bias added once.
+
+    Attributes:
+        weight: [out_size, length]; bias [out_size], or None.
+    """
 
     def __init__(self, in_size: int, first: int, length: int, out_size: int, bias: bool, place: Place):
         self._in_size, self._first, self._length = in_size, first, length
@@ -130,7 +145,11 @@ class RowLinear:
 
 
 class Vocabulary:
-    """The embedding, or the output head, with the vocabulary shared among the ranks in equal, zero-padded parts."""
+    """The embedding, or the output head, with the vocabulary shared among the ranks in equal, zero-padded parts.
+
+    Attributes:
+        weight: [rows of the part, hidden_size].
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, place: Place):
         self._group = place.group

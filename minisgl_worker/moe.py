@@ -14,7 +14,12 @@ from minisgl_worker.layers import Place, WeightSource
 
 
 class SparseMLP:
-    """Each rank holds a share of every expert's columns; the router is whole on every rank."""
+    """Each rank holds a share of every expert's columns; the router is whole on every rank.
+
+    Attributes:
+        gate: [num_experts, hidden_size]; gate_up [num_experts, 2 * share, hidden_size]; down [num_experts, hidden_size,
+            share]. All of the model's dtype, on the rank's device.
+    """
 
     def __init__(self, config: ModelConfig, place: Place):
         moe = config.moe
@@ -28,7 +33,7 @@ class SparseMLP:
         self._counts = torch.zeros(moe.num_experts, dtype=torch.int32, device=place.device) if is_triton else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x and result [num_tokens, hidden_size]."""
+        """x and result [num_tokens, hidden_size] of the model's dtype."""
         num_chosen, normalise = self._moe.num_experts_per_token, self._moe.norm_topk_prob
         if self._counts is not None:
             from minisgl_worker.kernels import moe_triton  # Triton is absent where there is no GPU

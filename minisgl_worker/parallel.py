@@ -27,11 +27,11 @@ class Collectives(Protocol):
     """How ranks exchange tensors. Each call is made by every rank, with the same shape and dtype."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """x [...] -> every rank's x in rank order, [num_ranks, ...]."""
+        """x [...] of any dtype -> every rank's x in rank order, [num_ranks, ...] of that dtype."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, the same bits on each of them. May overwrite x."""
+        """The sum of every rank's x [...] of a float dtype, the same bits on each of them. May overwrite x."""
         ...
 
 
@@ -76,7 +76,7 @@ class ParallelGroup:
         self._collectives = NcclCollectives() if is_cuda else GlooCollectives()
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, the same bits on each of them; x is not to be used any more."""
+        """The sum of every rank's x [...], the same bits on each of them; x is not to be used any more."""
         return x if self.size == 1 else self._call(lambda collectives: collectives.sum(x))
 
     def gather(self, x: Tensor) -> Tensor:
