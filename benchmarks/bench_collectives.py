@@ -55,8 +55,8 @@ def start_ranks(num_ranks: int) -> None:
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    device = choose_device("cuda", args.rank)
     group = ParallelGroup(args.rank, args.num_ranks)
+    device = choose_device("cuda", group)
     group.join(args.rendezvous, device)
     one_shot = make_one_shot(device)
     results = []

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -29,6 +30,8 @@ DTYPE_SYNONYMS = {
 DEVICES = ("auto", "cpu", "cuda")
 CACHE_TYPES = ("radix", "naive")
 SCHEDULE_POLICIES = ("fcfs", "lof")
+MOE_BACKENDS = ("auto", "torch", "triton")
+MIN_CONTEXT_TOKENS = 2
 ATTENTION_BACKENDS = ("torch", "fi", "triton", "fa", "trtllm")
 
 
@@ -73,9 +76,15 @@ class EngineConfig:
             ("seed", -(2**63), 2**63 - 1),
         ):  # fmt: skip
             _check_int(name, getattr(self, name), low, high)
-        for name, high in (("num_pages", 2**30), ("max_seq_len", 2**24)):
+        for name, low, high in (("num_pages", 1, 2**30), ("max_seq_len", MIN_CONTEXT_TOKENS, 2**24)):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 1, high)
+                _check_int(name, getattr(self, name), low, high)
+        if self.num_pages is not None and self.num_pages * self.page_size < MIN_CONTEXT_TOKENS:
+            raise ValueError(
+                f"num_pages {self.num_pages} with page_size {self.page_size} holds {self.num_pages * self.page_size} "
+                f"token, the least that a request needs is {MIN_CONTEXT_TOKENS} (one of its prompt, one to generate); "
+                f"raise num_pages to at least {-(-MIN_CONTEXT_TOKENS // self.page_size)}"
+            )
         if self.cuda_graph_max_bs is not None:
             _check_int("cuda_graph_max_bs", self.cuda_graph_max_bs, 0, 65_535)
         for size in self.cuda_graph_bs or ():
@@ -91,6 +100,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be above 0 and at most {top:g}, got {value!r}")
         for name, allowed in (
             ("dtype", DTYPES), ("device", DEVICES), ("cache_type", CACHE_TYPES), ("schedule_policy", SCHEDULE_POLICIES),
+            ("moe_backend", MOE_BACKENDS),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
@@ -133,7 +143,9 @@ class EngineConfig:
             values["dtype"] = dtype_name(values["dtype"])
         if values.get("cuda_graph_bs") is not None:
             values["cuda_graph_bs"] = tuple(values["cuda_graph_bs"])
-        return cls(model=str(model), **values)
+        if isinstance(model, os.PathLike):
+            model = str(model)
+        return cls(model=model, **values)  # type: ignore[arg-type]  # what is no str is refused there
 
     def to_wire(self) -> dict[str, Any]:
         """As a map of plain values, the inverse of `from_wire`."""

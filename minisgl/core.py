@@ -1,8 +1,11 @@
 """What a user states about one request (`SamplingParams`) and why it ended (`FinishReason`)."""
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from numbers import Integral, Real
 
 # Bounds on what one request may ask for: they keep a single request from taking the engine's memory or time.
 MAX_SAMPLES = 16
@@ -28,8 +31,9 @@ class FinishReason(IntEnum):
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
-    Frozen and checked when built: a bad value raises `ValueError` that names the field and the value. The exact
-    definition of each option and the order in which they apply is in `docs/sampling.md`.
+    Frozen and checked when built: a bad value raises `ValueError` that names the field and the value. Numbers may be
+    numpy's; they are kept as Python's. The exact definition of each option and the order in which they apply is in
+    `docs/sampling.md`.
 
     Args:
         temperature: 0 (anything below 1e-5) is greedy: the highest logit, the lowest id on ties.
@@ -67,20 +71,17 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, 1e6)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
-        _check_int("top_k", self.top_k, -1, 2**63 - 1)
-        _check_int("max_tokens", self.max_tokens, 1, MAX_OUTPUT_TOKENS)
-        _check_int("min_tokens", self.min_tokens, 0, MAX_OUTPUT_TOKENS)
-        _check_int("n", self.n, 1, MAX_SAMPLES)
-        if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name, least, most in (
+            ("temperature", 0.0, 1e6), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("presence_penalty", -100.0, 100.0),
+            ("frequency_penalty", -100.0, 100.0), ("repetition_penalty", 1e-3, 1e3),
+        ):  # fmt: skip
+            object.__setattr__(self, name, _read_number(name, getattr(self, name), least, most))
+        for name, low, high in (
+            ("top_k", -1, 2**63 - 1), ("max_tokens", 1, MAX_OUTPUT_TOKENS), ("min_tokens", 0, MAX_OUTPUT_TOKENS),
+            ("n", 1, MAX_SAMPLES), ("seed", -(2**63), 2**64 - 1), ("logprobs", 0, MAX_LOGPROBS),
+        ):  # fmt: skip
+            if getattr(self, name) is not None or name not in ("seed", "logprobs"):
+                object.__setattr__(self, name, _read_int(name, getattr(self, name), low, high))
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -105,8 +106,7 @@ class SamplingParams:
         ids = tuple(self.stop_token_ids or ())
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(f"stop_token_ids has {len(ids)} ids, limit {MAX_STOP_TOKEN_IDS}")
-        for token in ids:
-            _check_int("stop_token_ids", token, 0, 2**31 - 1)
+        ids = tuple(_read_int("stop_token_ids", token, 0, 2**31 - 1) for token in ids)
         object.__setattr__(self, "stop_token_ids", ids or None)
 
     def _check_logit_bias(self) -> None:
@@ -116,10 +116,11 @@ class SamplingParams:
             raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {len(self.logit_bias)} entries, limit {MAX_LOGIT_BIAS}")
-        for token, value in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, 2**31 - 1)
-            _check_number("logit_bias", value, -1e4, 1e4)
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias) or None)
+        bias = {
+            _read_int("logit_bias", token, 0, 2**31 - 1): _read_number("logit_bias", value, -1e4, 1e4)
+            for token, value in self.logit_bias.items()
+        }
+        object.__setattr__(self, "logit_bias", bias or None)
 
     @property
     def is_greedy(self) -> bool:
@@ -127,15 +128,22 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
 
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def _read_number(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
-    if not low <= value <= high:  # nor is NaN
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not low <= number <= high:  # nor is NaN
         raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value!r:.60}")
+    return number
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _read_int(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be an integer, got {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+    number = operator.index(value)
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, got {number}")
+    return number

@@ -33,6 +33,7 @@ from minisgl.frontends import Frontends
 from minisgl.lifeline import watch_parent
 from minisgl.model_folder import resolve_model
 from minisgl.protocol import Ready, Stats, Stop, Welcome
+from minisgl.requirements import check_options
 from minisgl.scheduler.page_pool import IntegrityError
 from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
 from minisgl.supervisor import PrivateFolder, report_error, report_ready
@@ -71,10 +72,11 @@ class Engine:
         self._channel = ServerChannel(self._context, address)
         self.address = self._channel.address
         try:
-            model = resolve_model(config.model, need_weights=not config.use_dummy_weight, num_ranks=config.tp_size)
+            model = resolve_model(config.model, need_weights=not config.use_dummy_weight)
             if model.stray_files:  # one line, by the one process that there always is
                 files = ", ".join(model.stray_files[:NUM_NAMED])
                 logger.warning("%s: ignored, as they are no part of the model: %s", model.path, files)
+            check_options(config, model.config)
             self._workers = WorkerGroup(config, worker_module, folder, self._context)
         except BaseException:
             self._channel.close()
@@ -263,7 +265,9 @@ def run(config: EngineConfig, address: str, folder: Path, status_fd: int | None,
     except Exception as error:  # the process edge: whatever it is, frontends hear of it and every process ends
         is_known = isinstance(error, (MinisglError, IntegrityError))
         text = str(error) if is_known else f"the engine failed: {type(error).__name__}: {error}"
-        logger.error("%s: %s", type(error).__name__, text, exc_info=not is_known)
+        is_told = is_known and status_fd is not None and (engine is None or engine._frontends is None)  # by our parent
+        if not is_told:
+            logger.error("%s: %s", type(error).__name__, text, exc_info=not is_known)
         report_error(status_fd, error if is_known else EngineStartError(text))
         if engine is not None:
             engine.close(text)

@@ -15,7 +15,8 @@ from minisgl.config import EngineConfig, engine_arguments
 from minisgl.core import SamplingParams
 from minisgl.errors import InvalidRequest, ModelLoadError
 from minisgl.model_folder import ModelFolder, resolve_model
-from minisgl.request_builder import RequestBuilder, list_params, list_prompts
+from minisgl.request_builder import RequestBuilder, check_single, list_params, list_prompts
+from minisgl.requirements import check_options
 from minisgl.streams import AsyncTextStream, RequestStream, TextStream
 from minisgl.supervisor import ChildProcess, PrivateFolder, spawn
 from minisgl.tokenizer import Message, PromptEncoder, check_text, load_tokenizer
@@ -48,7 +49,7 @@ class LLM:
     def __init__(
         self, model_path: str | Path | None = None, dtype: object = "auto", *, engine: str | None = None, **options: Any
     ):
-        config = EngineConfig.from_options(model_path or "unnamed", {"dtype": dtype, **options})
+        config = EngineConfig.from_options("unnamed" if model_path is None else model_path, {"dtype": dtype, **options})
         if engine is not None:
             beside = [*(["dtype"] if dtype != "auto" else []), *options]
             if beside:
@@ -219,7 +220,8 @@ class LLM:
 
     def _start(self, config: EngineConfig) -> None:
         """Start an engine, and load the tokenizer while it starts."""
-        model = resolve_model(config.model, need_weights=not config.use_dummy_weight, num_ranks=config.tp_size)
+        model = resolve_model(config.model, need_weights=not config.use_dummy_weight)
+        check_options(config, model.config)
         config = replace(config, model=str(model.path))  # so that a Hub id is looked up once
         folder = PrivateFolder()
         try:
@@ -242,7 +244,7 @@ class LLM:
         client = EngineClient(address)
         try:
             vocab_size = client.welcome.vocab_size
-            model = resolve_model(str(model_path or client.welcome.model), need_weights=False)
+            model = resolve_model(str(client.welcome.model if model_path is None else model_path), need_weights=False)
             if model.config.vocab_size != vocab_size:
                 raise ModelLoadError(
                     f"{model.path} has a vocabulary of {model.config.vocab_size} ids, but the engine at {address} "
@@ -278,6 +280,7 @@ class LLM:
 
     def _check_one(self, prompt: object, sampling_params: SamplingParams | None) -> tuple[bytes, SamplingParams]:
         self._client.check_alive()
+        check_single(prompt)
         params = self._builder.check_params(0, SamplingParams() if sampling_params is None else sampling_params)
         return self._builder.pack_prompts([prompt])[0], params
 

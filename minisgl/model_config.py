@@ -7,6 +7,7 @@ and value.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minisgl.errors import ModelLoadError
 from minisgl.families import FAMILIES, SUPPORTED_ARCHITECTURES, TEXT_PARTS, Family
@@ -15,6 +16,7 @@ from minisgl.rope_config import QUERY_SCALING, RopeConfig, read_rope, read_rope_
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 HIDDEN_ACTS = ("silu", "gelu_pytorch_tanh")
+NULL_HAS_MEANING = ("sliding_window",)  # null: no window. Elsewhere null is the same as leaving the key out
 UNSUPPORTED_KEYS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
@@ -121,24 +123,6 @@ def check_heads(config: ModelConfig, path: Path) -> None:
         raise ModelLoadError(f"{path}: head_dim is {config.head_dim}, expected an even number")
 
 
-def check_ranks(config: ModelConfig, num_ranks: int) -> None:
-    """Raises ModelLoadError when the model does not divide among the ranks, as each of them would."""
-    num_dense = config.num_layers - len(config.moe.sparse_layers if config.moe else ())
-    counts = {
-        "attention heads": config.num_heads,
-        "KV heads": config.num_kv_heads if config.num_kv_heads > num_ranks else 0,
-        "MLP columns (intermediate_size)": config.intermediate_size if num_dense else 0,
-        "expert columns (moe_intermediate_size)": config.moe.intermediate_size if config.moe else 0,
-    }
-    for what, count in counts.items():
-        if count % num_ranks:
-            raise ModelLoadError(f"{count} {what} do not divide over tp_size {num_ranks}")
-    if num_ranks > config.num_kv_heads and num_ranks % config.num_kv_heads:
-        raise ModelLoadError(
-            f"tp_size {num_ranks} is no multiple of the {config.num_kv_heads} KV heads, nor they of it"
-        )
-
-
 def _read_architecture(file: JsonFile) -> str:
     names = file.values.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
@@ -162,13 +146,18 @@ def _read_text_architecture(file: JsonFile, families: Mapping[str, str]) -> str:
 
 def _merge_defaults(file: JsonFile, family: Family, *, is_text_part: bool) -> JsonFile:
     """The file with the family's defaults below its values and, for a model of text and images, text_config above."""
-    values = {**family.defaults, **file.values}
+    values = {**family.defaults, **_drop_nulls(file.values)}
     if is_text_part:
         kept = [key for key in ("tie_word_embeddings", "dtype", "torch_dtype") if file.values.get(key) is not None]
-        values.update({key: value for key, value in file.values["text_config"].items() if key not in kept})
+        text = _drop_nulls(file.values["text_config"])
+        values.update({key: value for key, value in text.items() if key not in kept})
     if values.get("hidden_activation") is not None:  # Gemma's name for it
         values["hidden_act"] = values["hidden_activation"]
     return JsonFile(file.path, values)
+
+
+def _drop_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None or key in NULL_HAS_MEANING}
 
 
 def _read_dtype(file: JsonFile) -> str:

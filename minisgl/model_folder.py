@@ -16,7 +16,7 @@ from minisgl.families import SUPPORTED_ARCHITECTURES
 from minisgl.gguf_config import read_gguf_config, read_gguf_end_ids
 from minisgl.gguf_header import GgufHeader, GgufTensor
 from minisgl.json_file import JsonFile
-from minisgl.model_config import ModelConfig, check_ranks, read_config
+from minisgl.model_config import ModelConfig, read_config
 from minisgl.rope_config import RopeConfig
 from minisgl.safetensors_files import StoredTensor, find_weight_files, read_tensors
 
@@ -41,30 +41,24 @@ class ModelFolder:
     stray_files: tuple[str, ...] = ()  # safetensors files that are no part of the model; empty when not asked for
 
 
-def resolve_model(name: str, *, need_weights: bool = True, num_ranks: int = 1) -> ModelFolder:
+def resolve_model(name: str, *, need_weights: bool = True) -> ModelFolder:
     """Find and check a model: an existing folder, then a `.gguf` file, then `smollm2`, then a Hub id.
 
     Args:
         need_weights: False where weights are made up; then none are looked for.
-        num_ranks: that will share it.
 
     Raises:
         ModelLoadError: names the file and the value that is missing, broken or unsupported.
     """
-    model = _find_model(name, need_weights=need_weights)
-    check_ranks(model.config, num_ranks)
-    return model
-
-
-def _find_model(name: str, *, need_weights: bool) -> ModelFolder:
     path = Path(name)
     try:
         if path.is_dir():
             return read_folder(path, need_weights=need_weights)
-        if path.is_file():
-            if path.suffix != ".gguf":
-                raise ModelLoadError(f"{path} is neither a model folder nor a .gguf file")
+        if path.is_file() and path.suffix == ".gguf":
             return read_gguf(path)
+        if path.exists():
+            hint = f"; give its folder, {path.parent}" if (path.parent / "config.json").is_file() else ""
+            raise ModelLoadError(f"{path} is neither a model folder nor a .gguf file{hint}")
     except OSError as error:
         raise ModelLoadError(f"cannot read model {name!r}: {error}") from None
     if name == "smollm2":

@@ -13,8 +13,6 @@ Lists of integers travel as raw little-endian bytes (`packed`): a consumer views
     worker -> engine     Ready, Result, Heartbeat, Digest, Failed, Stopped   (channel `results`)
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any
@@ -22,64 +20,27 @@ from typing import Any
 import msgpack
 
 from minisgl.errors import ProtocolError
+from minisgl.wire_fields import (
+    Check,
+    as_flag,
+    as_integer,
+    as_number,
+    as_optional,
+    as_packed,
+    as_sequence,
+    as_text,
+    as_u64,
+)
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 * 2**20
-MAX_TEXT_BYTES = 2**16
 
 # A token of a Result whose row met a non-finite logit carries this bit beside its (valid) id.
 FAILED_ROW_BIT = 1 << 31
 
-# --------------------------------------------------------------------------------------------------------------------
-# Field kinds. Each returns a check: it takes the decoded value and returns it, or raises ProtocolError.
 
-Check = Callable[[Any], Any]
-
-
-def _integer(low: int = 0, high: int = 2**31 - 1) -> Check:
-    def check(value: Any) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise ProtocolError(f"expected an integer in {low}..{high}, got {value!r:.60}")
-        return value
-
-    return check
-
-
-def _number(value: Any) -> float:
-    if type(value) is not float or not math.isfinite(value):
-        raise ProtocolError(f"expected a finite float, got {value!r:.60}")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise ProtocolError(f"expected a bool, got {value!r:.60}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str or len(value) > MAX_TEXT_BYTES:
-        raise ProtocolError(f"expected text of at most {MAX_TEXT_BYTES} characters, got {value!r:.60}")
-    return value
-
-
-def _packed(item_bytes: int, multiple: int = 1) -> Check:
-    """Raw little-endian items of `item_bytes` each, their count a multiple of `multiple`."""
-    unit = item_bytes * multiple
-
-    def check(value: Any) -> bytes:
-        if type(value) is not bytes or len(value) % unit:
-            raise ProtocolError(f"expected bytes in units of {unit}, got {value!r:.60}")
-        return value
-
-    return check
-
-
-def _optional(inner: Check) -> Check:
-    def check(value: Any) -> Any:
-        return None if value is None else inner(value)
-
-    return check
+def _wire(check: Check) -> Any:
+    return field(metadata={"check": check})
 
 
 def _record(cls: type) -> Check:
@@ -89,21 +50,6 @@ def _record(cls: type) -> Check:
     return check
 
 
-def _sequence(inner: Check, limit: int = 2**20) -> Check:
-    def check(value: Any) -> tuple[Any, ...]:
-        if type(value) is not list or len(value) > limit:
-            raise ProtocolError(f"expected a list of at most {limit} items, got {value!r:.60}")
-        return tuple(inner(item) for item in value)
-
-    return check
-
-
-def _wire(check: Check) -> Any:
-    return field(metadata={"check": check})
-
-
-_u64 = _integer(0, 2**64 - 1)
-
 # --------------------------------------------------------------------------------------------------------------------
 # frontend -> engine
 
@@ -112,48 +58,48 @@ _u64 = _integer(0, 2**64 - 1)
 class Hello:
     """The first message of a frontend. Its layout never changes."""
 
-    protocol_version: int = _wire(_integer())
-    package_version: str = _wire(_text)
+    protocol_version: int = _wire(as_integer())
+    package_version: str = _wire(as_text)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a request's tokens are chosen; `SamplingParams` as the engine and the worker need it."""
 
-    temperature: float = _wire(_number)  # 0.0 = greedy
-    top_k: int = _wire(_integer(0, 2**31 - 1))  # 0 = all
-    top_p: float = _wire(_number)
-    min_p: float = _wire(_number)
-    presence_penalty: float = _wire(_number)
-    frequency_penalty: float = _wire(_number)
-    repetition_penalty: float = _wire(_number)
-    min_tokens: int = _wire(_integer())
-    stop_ids: bytes = _wire(_packed(4))  # [n] i32, the model's end ids included unless ignored
-    bias_ids: bytes = _wire(_packed(4))  # [n] i32
-    bias_values: bytes = _wire(_packed(4))  # [n] f32
-    num_logprobs: int | None = _wire(_optional(_integer(0, 20)))  # None = no log-probabilities
+    temperature: float = _wire(as_number)  # 0.0 = greedy
+    top_k: int = _wire(as_integer(0, 2**31 - 1))  # 0 = all
+    top_p: float = _wire(as_number)
+    min_p: float = _wire(as_number)
+    presence_penalty: float = _wire(as_number)
+    frequency_penalty: float = _wire(as_number)
+    repetition_penalty: float = _wire(as_number)
+    min_tokens: int = _wire(as_integer())
+    stop_ids: bytes = _wire(as_packed(4))  # [n] i32, the model's end ids included unless ignored
+    bias_ids: bytes = _wire(as_packed(4))  # [n] i32
+    bias_values: bytes = _wire(as_packed(4))  # [n] f32
+    num_logprobs: int | None = _wire(as_optional(as_integer(0, 20)))  # None = no log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
     """One prompt and its samples; sample i has the id request_id + i."""
 
-    request_id: int = _wire(_integer(0, 2**63 - 1))
-    prompt_ids: bytes = _wire(_packed(4))  # [num_prompt_tokens] i32
-    seeds: bytes = _wire(_packed(8))  # [num_samples] u64
-    max_tokens: int = _wire(_integer(1))
+    request_id: int = _wire(as_integer(0, 2**63 - 1))
+    prompt_ids: bytes = _wire(as_packed(4))  # [num_prompt_tokens] i32
+    seeds: bytes = _wire(as_packed(8))  # [num_samples] u64
+    max_tokens: int = _wire(as_integer(1))
     sampling: Sampling = _wire(_record(Sampling))
-    stream: bool = _wire(_flag)  # False: one output, at the end
+    stream: bool = _wire(as_flag)  # False: one output, at the end
 
 
 @dataclass(frozen=True, slots=True)
 class AddRequests:
-    requests: tuple[NewRequest, ...] = _wire(_sequence(_record(NewRequest), 2**16))
+    requests: tuple[NewRequest, ...] = _wire(as_sequence(_record(NewRequest), 2**16))
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    request_ids: bytes = _wire(_packed(8))  # [n] u64; unknown ids are ignored
+    request_ids: bytes = _wire(as_packed(8))  # [n] u64; unknown ids are ignored
 
 
 class ControlAction(IntEnum):
@@ -165,7 +111,7 @@ class ControlAction(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    action: int = _wire(_integer(1, 4))
+    action: int = _wire(as_integer(1, 4))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -174,23 +120,23 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    epoch: int = _wire(_u64)  # random per engine process
-    model: str = _wire(_text)
-    vocab_size: int = _wire(_integer(1))
-    context_limit_tokens: int = _wire(_integer(1))
-    page_size: int = _wire(_integer(1))
-    num_pages: int = _wire(_integer(1))
-    window: int = _wire(_integer(1))  # requests that one frontend may have outstanding
-    base_seed: int = _wire(_u64)  # mixed with a counter, seeds requests that state none
+    epoch: int = _wire(as_u64)  # random per engine process
+    model: str = _wire(as_text)
+    vocab_size: int = _wire(as_integer(1))
+    context_limit_tokens: int = _wire(as_integer(1))
+    page_size: int = _wire(as_integer(1))
+    num_pages: int = _wire(as_integer(1))
+    window: int = _wire(as_integer(1))  # requests that one frontend may have outstanding
+    base_seed: int = _wire(as_u64)  # mixed with a counter, seeds requests that state none
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
     """The engine will not talk to this frontend. Its layout never changes."""
 
-    protocol_version: int = _wire(_integer())
-    package_version: str = _wire(_text)
-    text: str = _wire(_text)
+    protocol_version: int = _wire(as_integer())
+    package_version: str = _wire(as_text)
+    text: str = _wire(as_text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +147,15 @@ class Outputs:
     own, for each token, the next k + 1 items of `logprob_ids` and `logprob_values`: the chosen token, then the k best.
     """
 
-    sequence: int = _wire(_u64)  # consecutive per frontend; a gap means a lost message
-    request_ids: bytes = _wire(_packed(8))  # [n] u64
-    num_tokens: bytes = _wire(_packed(4))  # [n] i32
-    finish_reasons: bytes = _wire(_packed(1))  # [n] u8, 0 = goes on
-    cached_tokens: bytes = _wire(_packed(4))  # [n] i32, prompt tokens taken from the prefix cache; set when finished
-    tokens: bytes = _wire(_packed(4))  # [sum(num_tokens)] i32
-    errors: tuple[str, ...] = _wire(_sequence(_text))  # one per entry with finish ERROR
-    logprob_ids: bytes = _wire(_packed(4))  # i32
-    logprob_values: bytes = _wire(_packed(4))  # f32
+    sequence: int = _wire(as_u64)  # consecutive per frontend; a gap means a lost message
+    request_ids: bytes = _wire(as_packed(8))  # [n] u64
+    num_tokens: bytes = _wire(as_packed(4))  # [n] i32
+    finish_reasons: bytes = _wire(as_packed(1))  # [n] u8, 0 = goes on
+    cached_tokens: bytes = _wire(as_packed(4))  # [n] i32, prompt tokens taken from the prefix cache; set when finished
+    tokens: bytes = _wire(as_packed(4))  # [sum(num_tokens)] i32
+    errors: tuple[str, ...] = _wire(as_sequence(as_text))  # one per entry with finish ERROR
+    logprob_ids: bytes = _wire(as_packed(4))  # i32
+    logprob_values: bytes = _wire(as_packed(4))  # f32
 
 
 class RejectReason(IntEnum):
@@ -222,38 +168,38 @@ class RejectReason(IntEnum):
 class Rejected:
     """The request (with all its samples) was not admitted; this is its one terminal message."""
 
-    request_id: int = _wire(_integer(0, 2**63 - 1))
-    reason: int = _wire(_integer(1, 3))
-    text: str = _wire(_text)
+    request_id: int = _wire(as_integer(0, 2**63 - 1))
+    reason: int = _wire(as_integer(1, 3))
+    text: str = _wire(as_text)
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    num_waiting: int = _wire(_integer())
-    num_running: int = _wire(_integer())
-    num_draining: int = _wire(_integer())
-    num_pages_free: int = _wire(_integer())
-    num_pages_cached: int = _wire(_integer())  # in the prefix cache and used by no request
-    num_pages_used: int = _wire(_integer())
-    prefix_hit_tokens: int = _wire(_u64)
-    prompt_tokens: int = _wire(_u64)  # of admitted requests, cached ones included
-    output_tokens: int = _wire(_u64)
-    num_preemptions: int = _wire(_u64)
-    num_steps: int = _wire(_u64)
-    tokens_per_s: float = _wire(_number)  # output tokens over the last seconds
+    num_waiting: int = _wire(as_integer())
+    num_running: int = _wire(as_integer())
+    num_draining: int = _wire(as_integer())
+    num_pages_free: int = _wire(as_integer())
+    num_pages_cached: int = _wire(as_integer())  # in the prefix cache and used by no request
+    num_pages_used: int = _wire(as_integer())
+    prefix_hit_tokens: int = _wire(as_u64)
+    prompt_tokens: int = _wire(as_u64)  # of admitted requests, cached ones included
+    output_tokens: int = _wire(as_u64)
+    num_preemptions: int = _wire(as_u64)
+    num_steps: int = _wire(as_u64)
+    tokens_per_s: float = _wire(as_number)  # output tokens over the last seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    epoch: int = _wire(_u64)
-    num_steps: int = _wire(_u64)
+    epoch: int = _wire(as_u64)
+    num_steps: int = _wire(as_u64)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
     """The engine is about to end because of a fault; every outstanding request fails with this text."""
 
-    text: str = _wire(_text)
+    text: str = _wire(as_text)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -264,23 +210,23 @@ class EngineFailed:
 class Configure:
     """The first message on `steps`: with it, a recording of the channel can be replayed on a worker alone."""
 
-    protocol_version: int = _wire(_integer())
-    package_version: str = _wire(_text)
-    rank: int = _wire(_integer())
-    config_json: str = _wire(_text)  # EngineConfig.to_wire() as JSON
-    rendezvous: str = _wire(_text)  # file:// URL for torch.distributed; empty for one rank
+    protocol_version: int = _wire(as_integer())
+    package_version: str = _wire(as_text)
+    rank: int = _wire(as_integer())
+    config_json: str = _wire(as_text)  # EngineConfig.to_wire() as JSON
+    rendezvous: str = _wire(as_text)  # file:// URL for torch.distributed; empty for one rank
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
     """Overwrites the whole state of `slot`."""
 
-    slot: int = _wire(_integer())
-    token_ids: bytes = _wire(_packed(4))  # [n] i32: the prompt, and after preemption the tokens generated so far
-    num_prompt_tokens: int = _wire(_integer(1))  # of them, the user's prompt
-    num_cached_tokens: int = _wire(_integer())  # leading tokens whose KV is already in the pages
-    page_ids: bytes = _wire(_packed(4))  # [m] i32, for positions 0, page_size, ...
-    seed: int = _wire(_u64)
+    slot: int = _wire(as_integer())
+    token_ids: bytes = _wire(as_packed(4))  # [n] i32: the prompt, and after preemption the tokens generated so far
+    num_prompt_tokens: int = _wire(as_integer(1))  # of them, the user's prompt
+    num_cached_tokens: int = _wire(as_integer())  # leading tokens whose KV is already in the pages
+    page_ids: bytes = _wire(as_packed(4))  # [m] i32, for positions 0, page_size, ...
+    seed: int = _wire(as_u64)
     sampling: Sampling = _wire(_record(Sampling))
 
 
@@ -292,12 +238,12 @@ class Step:
     the prefill rows that are the last chunk of their prompt, in the order of `prefills`.
     """
 
-    step_id: int = _wire(_integer(0, 2**63 - 1))  # consecutive from 0
-    admits: tuple[Admit, ...] = _wire(_sequence(_record(Admit), 2**16))
-    page_grants: bytes = _wire(_packed(4, 3))  # [n, 3] i32: slot, index in its page table, page id
-    decode_slots: bytes | None = _wire(_optional(_packed(4)))  # [n] i32: replaces the decode set; None = unchanged
-    run_decode: bool = _wire(_flag)
-    prefills: bytes = _wire(_packed(4, 4))  # [n, 4] i32: slot, first position, number of tokens, last chunk? (0 or 1)
+    step_id: int = _wire(as_integer(0, 2**63 - 1))  # consecutive from 0
+    admits: tuple[Admit, ...] = _wire(as_sequence(_record(Admit), 2**16))
+    page_grants: bytes = _wire(as_packed(4, 3))  # [n, 3] i32: slot, index in its page table, page id
+    decode_slots: bytes | None = _wire(as_optional(as_packed(4)))  # [n] i32: replaces the decode set; None = unchanged
+    run_decode: bool = _wire(as_flag)
+    prefills: bytes = _wire(as_packed(4, 4))  # [n, 4] i32: slot, first position, number of tokens, last chunk? (0 or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,49 +257,49 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    rank: int = _wire(_integer())
-    num_pages: int = _wire(_integer(1))
-    vocab_size: int = _wire(_integer(1))
-    max_seq_len: int = _wire(_integer(1))
-    protocol_version: int = _wire(_integer())
-    package_version: str = _wire(_text)
-    summary: str = _wire(_text)  # one line for the log: device, dtype, backends, memory, load time
+    rank: int = _wire(as_integer())
+    num_pages: int = _wire(as_integer(1))
+    vocab_size: int = _wire(as_integer(1))
+    max_seq_len: int = _wire(as_integer(1))
+    protocol_version: int = _wire(as_integer())
+    package_version: str = _wire(as_text)
+    summary: str = _wire(as_text)  # one line for the log: device, dtype, backends, memory, load time
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    step_id: int = _wire(_integer(0, 2**63 - 1))
-    tokens: bytes = _wire(_packed(4))  # [num_sampling_rows] u32; FAILED_ROW_BIT marks a row with a non-finite logit
+    step_id: int = _wire(as_integer(0, 2**63 - 1))
+    tokens: bytes = _wire(as_packed(4))  # [num_sampling_rows] u32; FAILED_ROW_BIT marks a row with a non-finite logit
     # For each sampling row that asked for k log-probabilities, k + 1 items: the chosen token, then the k best.
-    logprob_ids: bytes = _wire(_packed(4))  # i32
-    logprob_values: bytes = _wire(_packed(4))  # f32
+    logprob_ids: bytes = _wire(as_packed(4))  # i32
+    logprob_values: bytes = _wire(as_packed(4))  # f32
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    num_handled: int = _wire(_u64)  # messages of `steps` that the main loop has finished with
-    num_collectives: int = _wire(_u64)  # exchanges with other ranks entered so far; who waits has entered one more
+    num_handled: int = _wire(as_u64)  # messages of `steps` that the main loop has finished with
+    num_collectives: int = _wire(as_u64)  # exchanges with other ranks entered so far; who waits has entered one more
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
     """Sent by every rank after the same steps, where there are several: all must have drawn the same tokens."""
 
-    step_id: int = _wire(_integer(0, 2**63 - 1))
-    value: int = _wire(_integer(0, 2**32 - 1))  # CRC-32 of the tokens of all Results up to and with this step's
+    step_id: int = _wire(as_integer(0, 2**63 - 1))
+    value: int = _wire(as_integer(0, 2**32 - 1))  # CRC-32 of the tokens of all Results up to and with this step's
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    step_id: int | None = _wire(_optional(_integer(0, 2**63 - 1)))  # None: not in a step
-    rank: int = _wire(_integer())
-    kind: str = _wire(_text)  # class name of the exception
-    text: str = _wire(_text)
+    step_id: int | None = _wire(as_optional(as_integer(0, 2**63 - 1)))  # None: not in a step
+    rank: int = _wire(as_integer())
+    kind: str = _wire(as_text)  # class name of the exception
+    text: str = _wire(as_text)
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    rank: int = _wire(_integer())
+    rank: int = _wire(as_integer())
 
 
 # --------------------------------------------------------------------------------------------------------------------

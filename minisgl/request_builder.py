@@ -32,6 +32,7 @@ class RequestBuilder:
 
     def __init__(self, welcome: Welcome, end_ids: Iterable[int], encoder: PromptEncoder | None):
         self._vocab_size = welcome.vocab_size
+        self._num_pages, self._page_size = welcome.num_pages, welcome.page_size
         self._context_tokens = welcome.context_limit_tokens
         self._end_ids = [end_id for end_id in end_ids if end_id < welcome.vocab_size]
         self._encoder = encoder
@@ -63,11 +64,7 @@ class RequestBuilder:
         if not ids:
             raise InvalidRequest(f"prompt {index} is empty; it must have at least one token")
         if len(ids) >= self._context_tokens:
-            raise InvalidRequest(
-                f"prompt {index} has {len(ids)} tokens, limit {self._context_tokens - 1}: the context holds "
-                f"{self._context_tokens} and one must be left to generate; shorten the prompt, or raise max_seq_len or "
-                "num_pages"
-            )
+            raise self._too_long(index, len(ids))
         try:
             if set(map(type, ids)) != {int}:
                 ids = [self._read_id(index, token_id) for token_id in ids]
@@ -142,6 +139,18 @@ class RequestBuilder:
                 pass
         raise InvalidRequest(f"prompt {index}: {token_id!r:.60} is not a token id")
 
+    def _too_long(self, index: int, num_tokens: int) -> InvalidRequest:
+        num_pages, page_size = self._num_pages, self._page_size
+        what = f"the context holds {self._context_tokens}"
+        way_out = f"raise max_seq_len to at least {num_tokens + 1} where the model can"
+        if num_pages * page_size == self._context_tokens:
+            what = f"the KV pool of {num_pages} pages holds {self._context_tokens}"
+            way_out = f"raise num_pages to at least {num_tokens // page_size + 1}"
+        return InvalidRequest(
+            f"prompt {index} has {num_tokens} tokens, limit {self._context_tokens - 1}: {what} and one must be left to "
+            f"generate; shorten the prompt, or {way_out}"
+        )
+
     def _out_of_range(self, index: int, token_id: int) -> InvalidRequest:
         return InvalidRequest(
             f"prompt {index}: token id {token_id} is out of range, the vocabulary has {self._vocab_size} ids "
@@ -160,6 +169,15 @@ def list_prompts(prompts: object) -> Sequence[object]:
     if prompts and isinstance(prompts[0], Number):
         return [prompts]
     return prompts
+
+
+def check_single(prompt: object) -> None:
+    """Refuse a list of prompts where one is wanted; what else is wrong shows when the prompt is packed."""
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt and isinstance(prompt[0], Sequence):
+        raise InvalidRequest(
+            f"one prompt is wanted, a str or a list of token ids, got a list of {len(prompt)} prompts; call once for "
+            "each, or use generate"
+        )
 
 
 def list_params(params: object, num_prompts: int) -> Sequence[object]:

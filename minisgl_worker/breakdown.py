@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from minisgl.protocol import Step
-from minisgl_worker.kernels import native
 from minisgl_worker.model_runner import ModelRunner, StepHandle
 
 # The first pattern that a name matches decides.
@@ -96,7 +95,7 @@ def _run(runner: ModelRunner, steps: Iterable[Step], max_in_flight: int) -> None
 def _profile(runner: ModelRunner, steps: Sequence[Step], max_in_flight: int, label: str) -> Breakdown:
     is_cuda = runner.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CUDA if is_cuda else torch.profiler.ProfilerActivity.CPU]
-    with native.named_in_profiles(), torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities) as profile:
         started = time.perf_counter()
         _run(runner, steps, max_in_flight)
         seconds = time.perf_counter() - started

@@ -11,7 +11,7 @@ class KVCache:
     the CPU the kernel commits it only when it is written): a reader must never let an unwritten value reach a result.
 
     Attributes:
-        k, v: one tensor per layer, [num_pages + 1, page_size, num_kv_heads, head_dim].
+        k, v: one tensor per layer, [num_pages + 1, page_size, num_kv_heads, head_dim] of the model's dtype.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Building blocks of the models: each holds its rank's part of the weights and says where in a checkpoint they are.
 
-Plain classes, not `nn.Module`: nothing here is trained, and a step calls some 200 of them.
+Plain classes, not `nn.Module`: nothing here is trained, and a step calls some 200 of them. Where a docstring says no
+dtype or device, a tensor has those of the layer's `Place`: the model's dtype, on the rank's device.
 """
 
 from collections.abc import Iterator
@@ -11,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.model_folder import ModelConfig
+from minisgl.sharding import divide_model
 from minisgl_worker.attention.base import AttentionBackend, ForwardBatch
 from minisgl_worker.kernels.activation import GATED_ACTIVATIONS
 from minisgl_worker.kernels.linear import linear
 from minisgl_worker.kernels.norm import add_rms_norm, rms_norm
 from minisgl_worker.kernels.rope_append import qk_norm_rope_append
-from minisgl_worker.parallel import ParallelGroup, share_kv_heads
+from minisgl_worker.parallel import ParallelGroup
 from minisgl_worker.vocabulary import SharedVocabulary
 
 
@@ -46,18 +48,24 @@ class Place:
     moe_backend: str = "auto"
 
     def empty(self, *shape: int) -> Tensor:
+        """[*shape] of `dtype` on `device`, not initialised."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def zeros(self, *shape: int) -> Tensor:
+        """[*shape] of `dtype` on `device`."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def full(self, value: float) -> Tensor:
-        """A scalar, [] on the device."""
+        """A scalar, [] of `dtype` on `device`."""
         return torch.tensor(value, dtype=self.dtype, device=self.device)
 
 
 class RMSNorm:
-    """Root-mean-square normalisation with a weight; whole on every rank."""
+    """Root-mean-square normalisation with a weight; whole on every rank.
+
+    Attributes:
+        weight: [size]; fp32 where an offset is added, unless the model is fp64.
+    """
 
     def __init__(self, size: int, eps: float, place: Place, offset: float = 0.0):
         """
@@ -70,11 +78,11 @@ class RMSNorm:
         self.eps, self._offset = eps, offset
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x and result [num_tokens, size]."""
+        """x and result [..., size]."""
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
+        """(norm(x + residual), x + residual), each [num_tokens, size] as x and residual are."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def weights(self, name: str) -> Iterator[WeightSource]:
@@ -82,7 +90,11 @@ class RMSNorm:
 
 
 class ColumnLinear:
-    """Several projections of one input, fused: each rank holds a share of each one's outputs."""
+    """Several projections of one input, fused: each rank holds a share of each one's outputs.
+
+    Attributes:
+        weight: [sum of this rank's output sizes, in_size]; bias [that sum], or None.
+    """
 
     def __init__(self, in_size: int, out_sizes: dict[str, tuple[int, int, int]], bias: bool, place: Place):
         """
@@ -109,7 +121,11 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """A projection whose input is shared among the ranks; their partial products are summed, the bias added once."""
+    """A projection whose input is shared among the ranks; their partial products are summed, the bias added once.
+
+    Attributes:
+        weight: [out_size, length]; bias [out_size], or None.
+    """
 
     def __init__(self, in_size: int, first: int, length: int, out_size: int, bias: bool, place: Place):
         self._in_size, self._first, self._length = in_size, first, length
@@ -129,7 +145,11 @@ class RowLinear:
 
 
 class Vocabulary:
-    """The embedding, or the output head, with the vocabulary shared among the ranks in equal, zero-padded parts."""
+    """The embedding, or the output head, with the vocabulary shared among the ranks in equal, zero-padded parts.
+
+    Attributes:
+        weight: [rows of the part, hidden_size].
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, place: Place):
         self._group = place.group
@@ -160,7 +180,7 @@ class GatedMLP:
 
     def __init__(self, config: ModelConfig, place: Place):
         size, hidden = config.intermediate_size, config.hidden_size
-        share = place.group.share(size, "MLP columns (intermediate_size)")
+        share = divide_model(config, place.group.size).intermediate_size
         first = place.group.rank * share
         parts = dict.fromkeys(("gate_proj", "up_proj"), (size, first, share))
         self.gate_up = ColumnLinear(hidden, parts, config.mlp_bias, place)
@@ -187,10 +207,11 @@ class Attention:
         """
         group, size = place.group, config.head_dim
         self.layer, self._backend, self._rotary_table = layer, backend, rotary_table
-        num_heads = group.share(config.num_heads, "attention heads")
-        num_kv_heads, first_kv_head = share_kv_heads(config.num_kv_heads, group)
+        sizes = divide_model(config, group.size)
+        num_heads = sizes.num_heads
         first = group.rank * num_heads * size
-        kv_part = (config.num_kv_heads * size, first_kv_head * size, num_kv_heads * size)
+        first_kv_head = group.rank * config.num_kv_heads // group.size  # neighbours' own, where they hold the same
+        kv_part = (config.num_kv_heads * size, first_kv_head * size, sizes.num_kv_heads * size)
         parts = {"q_proj": (config.num_heads * size, first, num_heads * size), "k_proj": kv_part, "v_proj": kv_part}
         self.qkv = ColumnLinear(config.hidden_size, parts, config.attention_bias, place)
         self.output = RowLinear(

@@ -11,6 +11,7 @@ from torch import Tensor
 from minisgl.config import EngineConfig
 from minisgl.model_folder import ModelFolder, resolve_model
 from minisgl.protocol import Result, Step
+from minisgl.sharding import divide_model
 from minisgl_worker.attention import make_backend
 from minisgl_worker.attention.base import AttentionSetup
 from minisgl_worker.batch import SlotState
@@ -20,7 +21,7 @@ from minisgl_worker.layers import Place
 from minisgl_worker.memory import agree_on_pages, fit_pages, measure_step_bytes
 from minisgl_worker.models import MODELS
 from minisgl_worker.models.decoder import CausalLM
-from minisgl_worker.parallel import ParallelGroup, choose_device, share_kv_heads, share_vocabulary
+from minisgl_worker.parallel import ParallelGroup, choose_device, share_vocabulary
 from minisgl_worker.rotary import build_rotary_tables
 from minisgl_worker.sampler import Logprobs, Sampler, extras_bytes
 from minisgl_worker.weights import LoadReport, fill_dummy_weights, load_weights
@@ -61,14 +62,13 @@ class ModelRunner:
         folder = resolve_model(config.model, need_weights=not config.use_dummy_weight)
         self.model_config = model = folder.config
         group = group or ParallelGroup()
-        self.device = choose_device(config.device, group.rank)
+        self.device = choose_device(config.device, group)
         self.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         self._where = f"{group.size} x {self.device.type}" if group.size > 1 else str(self.device)
         self.max_seq_len = min(config.max_seq_len or 2**31, model.max_position_embeddings)
-        num_heads = group.share(model.num_heads, "attention heads")
-        num_kv_heads, _ = share_kv_heads(model.num_kv_heads, group)
+        sizes = divide_model(model, group.size)
         setup = AttentionSetup(
-            num_heads, num_kv_heads, model.head_dim, model.layer_windows, self.dtype, config.page_size,
+            sizes.num_heads, sizes.num_kv_heads, model.head_dim, model.layer_windows, self.dtype, config.page_size,
             config.max_running_req, self.max_seq_len, self.device, model.query_pre_attn_scalar,
         )  # fmt: skip
         self._backend_name, self._backend = make_backend(config.attention_pair(), setup)
@@ -81,8 +81,8 @@ class ModelRunner:
             buckets = []
             if self.device.type == "cuda":
                 buckets = choose_buckets(config.max_running_req, config.cuda_graph_bs, config.cuda_graph_max_bs)
-            self.num_pages = config.num_pages or self._fit_pages(config, num_kv_heads, group, sum(buckets))
-            self.kv = self._make_kv(self.num_pages, config.page_size, num_kv_heads)
+            self.num_pages = config.num_pages or self._fit_pages(config, sizes.num_kv_heads, group, sum(buckets))
+            self.kv = self._make_kv(self.num_pages, config.page_size, sizes.num_kv_heads)
             max_pages = -(-self.max_seq_len // config.page_size)
             self._slots = SlotState(config.max_running_req, max_pages, self.device)
             self._sampler = Sampler(self._slots, model.vocab_size, self.device, group)

@@ -5,23 +5,27 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from minisgl.errors import ModelLoadError
 from minisgl.model_folder import ModelConfig
+from minisgl.requirements import TRITON
+from minisgl.sharding import divide_model
 from minisgl_worker.kernels.dispatch import TRITON_DTYPES
 from minisgl_worker.kernels.moe import compute_experts, route, router_logits
 from minisgl_worker.layers import Place, WeightSource
 
-MOE_BACKENDS = ("torch", "triton")
-
 
 class SparseMLP:
-    """Each rank holds a share of every expert's columns; the router is whole on every rank."""
+    """Each rank holds a share of every expert's columns; the router is whole on every rank.
+
+    Attributes:
+        gate: [num_experts, hidden_size]; gate_up [num_experts, 2 * share, hidden_size]; down [num_experts, hidden_size,
+            share]. All of the model's dtype, on the rank's device.
+    """
 
     def __init__(self, config: ModelConfig, place: Place):
         moe = config.moe
         assert moe is not None, "the config of a sparse layer has no experts"
         self._moe, self._group, self._activation = moe, place.group, config.hidden_act
-        self._share = place.group.share(moe.intermediate_size, "expert columns (moe_intermediate_size)")
+        self._share = divide_model(config, place.group.size).expert_size
         self.gate = place.empty(moe.num_experts, config.hidden_size)
         self.gate_up = place.empty(moe.num_experts, 2 * self._share, config.hidden_size)
         self.down = place.empty(moe.num_experts, config.hidden_size, self._share)
@@ -29,7 +33,7 @@ class SparseMLP:
         self._counts = torch.zeros(moe.num_experts, dtype=torch.int32, device=place.device) if is_triton else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x and result [num_tokens, hidden_size]."""
+        """x and result [num_tokens, hidden_size] of the model's dtype."""
         num_chosen, normalise = self._moe.num_experts_per_token, self._moe.norm_topk_prob
         if self._counts is not None:
             from minisgl_worker.kernels import moe_triton  # Triton is absent where there is no GPU
@@ -59,16 +63,13 @@ def choose_moe_backend(place: Place) -> str:
     """The backend that `place` asks for; "auto" is triton where it can serve.
 
     Raises:
-        ModelLoadError: it is unknown, or cannot serve the device or dtype.
+        ModelLoadError: it cannot serve the device or dtype.
     """
     can_serve = place.device.type == "cuda" and place.dtype in TRITON_DTYPES
     name = place.moe_backend
     if name == "auto":
         return "triton" if can_serve else "torch"
-    if name not in MOE_BACKENDS:
-        raise ModelLoadError(f"moe_backend {name!r} is not built in; there are auto, {', '.join(MOE_BACKENDS)}")
-    if name == "triton" and not can_serve:
-        raise ModelLoadError(
-            f"moe_backend triton needs an NVIDIA GPU and at most 32 bits per value, not {place.dtype} on {place.device}"
-        )
+    if name == "triton":
+        dtype = str(place.dtype).removeprefix("torch.")
+        TRITON.check("moe_backend", name, device=place.device.type, dtype=dtype)
     return name

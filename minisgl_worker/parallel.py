@@ -27,11 +27,11 @@ class Collectives(Protocol):
     """How ranks exchange tensors. Each call is made by every rank, with the same shape and dtype."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """x [...] -> every rank's x in rank order, [num_ranks, ...]."""
+        """x [...] of any dtype -> every rank's x in rank order, [num_ranks, ...] of that dtype."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, the same bits on each of them. May overwrite x."""
+        """The sum of every rank's x [...] of a float dtype, the same bits on each of them. May overwrite x."""
         ...
 
 
@@ -76,7 +76,7 @@ class ParallelGroup:
         self._collectives = NcclCollectives() if is_cuda else GlooCollectives()
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, the same bits on each of them; x is not to be used any more."""
+        """The sum of every rank's x [...], the same bits on each of them; x is not to be used any more."""
         return x if self.size == 1 else self._call(lambda collectives: collectives.sum(x))
 
     def gather(self, x: Tensor) -> Tensor:
@@ -91,12 +91,6 @@ class ParallelGroup:
         """Return when every rank has come here and all that was launched on `device` before is done."""
         if self.size > 1:
             self.sum(torch.zeros(1, device=device)).item()
-
-    def share(self, count: int, what: str) -> int:
-        """This rank's share of `count` equal parts. Raises ModelLoadError when they do not divide."""
-        if count % self.size:
-            raise ModelLoadError(f"{count} {what} do not divide over tp_size {self.size}")
-        return count // self.size
 
     def _call(self, operation: Callable[[Collectives], Tensor]) -> Tensor:
         assert self._collectives is not None, "the group has not been joined"
@@ -151,20 +145,6 @@ def sum_in_rank_order(parts: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
-def share_kv_heads(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
-    """(KV heads of this rank, the first of them). With more ranks than KV heads, neighbours hold the same head.
-
-    Raises:
-        ModelLoadError: neither divides the other.
-    """
-    if num_kv_heads >= group.size:
-        share = group.share(num_kv_heads, "KV heads")
-        return share, group.rank * share
-    if group.size % num_kv_heads:
-        raise ModelLoadError(f"tp_size {group.size} is no multiple of the {num_kv_heads} KV heads, nor they of it")
-    return 1, group.rank * num_kv_heads // group.size
-
-
 def share_vocabulary(vocab_size: int, group: ParallelGroup) -> tuple[int, int]:
     """(rows of each rank's part, the first token id of this one's). The last parts may have rows beyond the end."""
     if group.size == 1:
@@ -174,17 +154,19 @@ def share_vocabulary(vocab_size: int, group: ParallelGroup) -> tuple[int, int]:
     return rows, group.rank * rows
 
 
-def choose_device(name: str, rank: int) -> torch.device:
-    """The device of a rank. Raises ModelLoadError where "cuda" is asked for and there is none for this rank."""
+def choose_device(name: str, group: ParallelGroup) -> torch.device:
+    """This rank's device. Raises ModelLoadError where "cuda" is asked for and there are not as many as ranks."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if rank >= count:
+    if group.size > count:
+        why = "" if torch.version.cuda else f" (torch {torch.__version__} is built without CUDA)"
         raise ModelLoadError(
-            f"rank {rank} needs its own CUDA device, {count} are visible; use device=cpu or fewer ranks"
+            f"device cuda has {count} visible NVIDIA GPUs{why}, tp_size {group.size} needs one for each rank; "
+            f"{'use a smaller tp_size, or device=cpu' if count else 'use device=cpu'}"
         )
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+    torch.cuda.set_device(group.rank)
+    return torch.device("cuda", group.rank)
 
 
 def share_cpu_threads(num_ranks: int) -> None:

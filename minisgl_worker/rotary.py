@@ -23,6 +23,8 @@ def build_rotary_tables(
 
     Args:
         num_positions: of the longest sequence, at most config.max_position_embeddings.
+    Returns:
+        For each layer [num_positions, head_dim] fp32 (fp64 for fp64 models), on `device`.
     """
     full = _build_table(config.rope, config, num_positions, dtype, device)
     windowed = full

@@ -22,17 +22,21 @@ class SharedVocabulary:
         self.num_tokens = max(0, min(self.num_rows, vocab_size - self.first_token_id))
 
     def mask_padding(self, logits: Tensor) -> Tensor:
-        """Set logits [n, num_rows] of padding to -inf, in place, so that none of them can be drawn."""
+        """Set logits [n, num_rows], of any float dtype, of padding to -inf, in place: none of them can be drawn."""
         if self.num_tokens < self.num_rows:
             logits[:, self.num_tokens :] = -torch.inf
         return logits
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Every rank's [n, num_rows] -> the whole vocabulary's on each, [n, size]. Costs n * size values per rank."""
+        """Every rank's [n, num_rows] of any dtype -> the whole vocabulary's on each, [n, size] of that dtype.
+
+        Costs n * size values per rank.
+        """
         return self._group.gather_columns(logits)[:, : self.size]
 
     def draw(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Draw:
-        """Draw from the whole vocabulary, of which logits [n, num_rows] are this rank's; otherwise as `sample`.
+        """Draw from the whole vocabulary, of which logits [n, num_rows] are this rank's; otherwise as `sample`, where
+        dtypes and shapes are.
 
         Each rank draws from its part; then the ranks exchange what they drew, 8 bytes per row.
         """

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from minisgl import __version__
 from minisgl.config import EngineConfig
-from minisgl.errors import EXIT_CHILD_DIED, EXIT_START, ModelLoadError, PeerLost, ProtocolMismatch
+from minisgl.errors import EXIT_CHILD_DIED, EXIT_START, MinisglError, ModelLoadError, ProtocolMismatch
 from minisgl.protocol import (
     PROTOCOL_VERSION,
     Configure,
@@ -197,8 +197,9 @@ class Worker:
 
     def _fail(self, error: Exception, step_id: int | None) -> None:
         """Have Failed sent and the process ended. To be called while the exception is handled."""
-        why = str(error) if isinstance(error, PeerLost) else traceback.format_exc()  # who was lost will say more
-        logger.error("rank %d failed in step %s:\n%s", self._rank, step_id, why)
+        if not isinstance(error, MinisglError):  # the others' text is all there is to tell, and the engine tells it
+            where = "" if step_id is None else f" in step {step_id}"
+            logger.error("rank %d failed%s:\n%s", self._rank, where, traceback.format_exc())
         code = EXIT_START if isinstance(error, (ModelLoadError, ProtocolMismatch)) else EXIT_CHILD_DIED
         failed = Failed(step_id, self._rank, type(error).__name__, str(error)[:MAX_ERROR_CHARACTERS])
         self._outbox.put(_End(failed, code))

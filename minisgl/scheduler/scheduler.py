@@ -351,6 +351,9 @@ class Scheduler:
                     record.dropped_rows.add(row)
         if request.state is RequestState.RUNNING:
             self._drain(request)
+        elif request.is_preempted:  # it does not return, so it need not bar the way while it drains
+            request.is_preempted = False
+            self._queue.num_returning -= 1
 
     def _preempt(self, request: Request) -> None:
         """Let a running request drain and then wait again, to be computed anew from the tokens it has by then."""

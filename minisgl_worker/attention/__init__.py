@@ -1,24 +1,15 @@
 """The attention backends, by name. Each needs something that may not be there, so it is imported when it is chosen."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from minisgl.errors import ModelLoadError
+from minisgl.requirements import ATTENTION
 from minisgl_worker.attention.base import AttentionBackend, AttentionSetup, ForwardBatch, HostRows
-from minisgl_worker.attention.requirements import Requirements
 from minisgl_worker.kernels.dispatch import TRITON_DTYPES
-
-
-@dataclass(frozen=True, slots=True)
-class BackendEntry:
-    """A row of the table of backends."""
-
-    requirements: Requirements
-    make: Callable[[AttentionSetup], AttentionBackend]
 
 
 def make_backend(pair: tuple[str, str], setup: AttentionSetup) -> tuple[str, AttentionBackend]:
@@ -32,16 +23,29 @@ def make_backend(pair: tuple[str, str], setup: AttentionSetup) -> tuple[str, Att
     made: dict[str, AttentionBackend] = {}
     for name in dict.fromkeys((prefill, decode)):
         if name not in BACKENDS:
-            raise ModelLoadError(f"attention backend {name!r} is not built in; there are {', '.join(BACKENDS)}")
-        entry = BACKENDS[name]
-        entry.requirements.check(name, setup)
+            raise ModelLoadError(f"attention_backend {name!r} is not built in; there are {', '.join(BACKENDS)}")
+        _check(name, setup)
         try:
-            made[name] = entry.make(setup)
+            made[name] = BACKENDS[name](setup)
         except ImportError as error:
-            raise entry.requirements.explain_missing(name, error) from error
+            raise ModelLoadError(
+                f"attention_backend {name} needs a package that cannot be imported ({error}); "
+                "mend its installation, or use attention_backend=auto"
+            ) from error
     if prefill == decode:
         return prefill, made[prefill]
     return f"{prefill},{decode}", PairedAttention(made[prefill], made[decode])
+
+
+def _check(name: str, setup: AttentionSetup) -> None:
+    """What `check_options` has checked, and the rest now that the device is known."""
+    requirements = ATTENTION[name]
+    requirements.check(
+        "attention_backend", name, device=setup.device.type, dtype=str(setup.dtype).removeprefix("torch."),
+        head_dim=setup.head_dim, page_size=setup.page_size, windows=setup.windows,
+    )  # fmt: skip
+    if requirements.capability is not None:
+        requirements.check_capability(name, torch.cuda.get_device_capability(setup.device))
 
 
 def choose_auto(setup: AttentionSetup) -> str:
@@ -106,27 +110,6 @@ def _make_trtllm(setup: AttentionSetup) -> AttentionBackend:
     return PairedAttention(FlashInferAttention(setup, "fa2"), XqaDecode(setup))
 
 
-_HALF = (torch.bfloat16, torch.float16)
-BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
-    {
-        "torch": BackendEntry(Requirements(), _make_torch),
-        "triton": BackendEntry(Requirements(needs_gpu=True, package="triton", dtypes=TRITON_DTYPES), _make_triton),
-        "fi": BackendEntry(
-            Requirements(needs_gpu=True, package="flashinfer-python", dtypes=_HALF, head_dims=(64, 128, 256)), _make_fi
-        ),
-        "fa": BackendEntry(
-            Requirements(
-                needs_gpu=True, package="flashinfer-python", capability=9, dtypes=_HALF, head_dims=(64, 128, 256),
-                has_windows=False,
-            ),
-            _make_fa,
-        ),
-        "trtllm": BackendEntry(
-            Requirements(
-                needs_gpu=True, package="flashinfer-python", capability=9, dtypes=_HALF, head_dims=(64, 128, 256),
-                page_sizes=(16, 32, 64, 128), has_windows=False,
-            ),
-            _make_trtllm,
-        ),
-    }
-)  # fmt: skip
+BACKENDS: Mapping[str, Callable[[AttentionSetup], AttentionBackend]] = MappingProxyType(
+    {"torch": _make_torch, "triton": _make_triton, "fi": _make_fi, "fa": _make_fa, "trtllm": _make_trtllm}
+)

@@ -5,7 +5,6 @@ serves, with the same results but for rounding, at about a third of the speed. T
 named after the source, the compiler and the processor, and takes some two seconds to build, once.
 """
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -50,7 +49,8 @@ class NativeKernels:
             self._linear = _declare(library, "linear_bf16", [_POINTER] * 4 + [_LONG] * 3 + [_INT])
             self._max_rows = MAX_TILE_ROWS if library.has_tiles() else MAX_ROWS
 
-    def serves_linear(self, x: Tensor, weight: Tensor) -> bool:
+    def serves_linear(self, x: Tensor) -> bool:
+        """Whether `linear` takes x [num_tokens, in_size], CPU, and is faster than torch at it."""
         return self._linear is not None and 0 < x.shape[0] <= self._max_rows and x.shape[1] % (2 * VECTOR) == 0
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -142,29 +142,6 @@ class NativeKernels:
         return out
 
 
-@contextlib.contextmanager
-def named_in_profiles() -> Iterator[None]:
-    """Within this, each call of a kernel shows in torch's profiles as `native::NAME`."""
-    plain = {kernels: dict(vars(kernels)) for kernels in _load_kernels().values()}
-    for kernels, attributes in plain.items():
-        for name, function in attributes.items():
-            if isinstance(function, ctypes._CFuncPtr):
-                setattr(kernels, name, _named(function, f"native::{name.strip('_')}"))
-    try:
-        yield
-    finally:
-        for kernels, attributes in plain.items():
-            vars(kernels).update(attributes)
-
-
-def _named(function: Callable[..., None], name: str) -> Callable[..., None]:
-    def call(*arguments: object) -> None:
-        with torch.profiler.record_function(name):
-            function(*arguments)
-
-    return call
-
-
 def kernels_for(x: Tensor) -> NativeKernels | None:
     """The native kernels that serve `x`, a CPU tensor whose last dimension is a multiple of 16; None = plain torch."""
     if x.device.type != "cpu" or x.shape[-1] % VECTOR or not x.is_contiguous():
@@ -198,7 +175,8 @@ def build() -> Path:
         raise OSError("no C++ compiler (g++) is installed")
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_LIMIT_S, check=True).stdout
     named = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _describe_processor()]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl"
+    stated = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = (stated if stated.is_absolute() else Path.home() / ".cache") / "minisgl"  # as its specification has it
     library = folder / f"native-{hashlib.sha256(b'|'.join(named)).hexdigest()[:16]}.so"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.stat()
@@ -234,9 +212,19 @@ def _describe_processor() -> bytes:
 
 
 def _declare(library: ctypes.CDLL, name: str, arguments: list[type]) -> Callable[..., None]:
+    """The function of that name, whose calls show in torch's profiles as `native::NAME`, without the dtype."""
     function = getattr(library, name)
     function.argtypes, function.restype = arguments, None
-    return function  # type: ignore[no-any-return]
+    label = f"native::{name.rpartition('_')[0]}"
+
+    def call(*values: object) -> None:
+        if not torch.autograd._profiler_enabled():  # 40 ns; a record that nobody takes costs some 10 us
+            function(*values)
+            return
+        with torch.profiler.record_function(label):
+            function(*values)
+
+    return call
 
 
 def _num_threads() -> int:

@@ -44,7 +44,7 @@ def combine_draws(tokens: Tensor, scores: Tensor) -> Draw:
     """The draw from the whole vocabulary, given those from its parts.
 
     Args:
-        tokens, scores: [num_parts, num_rows] of the parts' draws, in ascending order of their token ids.
+        tokens, scores: [num_parts, num_rows] i64 and fp32 of the parts' draws, in ascending order of their token ids.
     """
     best = scores.argmax(dim=0, keepdim=True)  # to which NaN is the highest
     score = scores.gather(0, best)[0]

@@ -14,7 +14,12 @@ class Layer(Protocol):
     """One layer. Each addition to the residual stream is left to the norm that follows it, which fuses the two."""
 
     def __call__(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """x is what the layer before has not yet added; -> the same of this layer, each [num_tokens, hidden_size]."""
+        """x is what the layer before has not yet added; -> the same of this layer.
+
+        Args:
+            x: [num_tokens, hidden_size] of the model's dtype, on the rank's device, as all the others.
+            residual: what has been added up before x; None for the first layer, whose x is the embedding.
+        """
         ...
 
     def weights(self, name: str) -> Iterator[WeightSource]: ...
@@ -23,7 +28,9 @@ class Layer(Protocol):
 class MLP(Protocol):
     """The part of a layer that looks at each token alone."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor) -> Tensor:
+        """x and result [num_tokens, hidden_size] of the model's dtype, on the rank's device; x is not changed."""
+        ...
 
     def weights(self, name: str) -> Iterator[WeightSource]: ...
 
@@ -68,7 +75,11 @@ class CausalLM:
         self._scale = None if embedding_scale is None else place.full(embedding_scale)
 
     def forward(self, tokens: Tensor, batch: ForwardBatch) -> Tensor:
-        """Token ids [num_tokens] i64 -> logits of the batch's sampling rows, [num_sampling_rows, vocab_size]."""
+        """Token ids [num_tokens] i64 -> logits of the batch's sampling rows, of the model's dtype.
+
+        Returns:
+            [num_sampling_rows, rows of this rank's part of the vocabulary]; -inf at the part's padding.
+        """
         x, residual = self.embedding.embed(tokens), None
         if self._scale is not None:
             x = x * self._scale
@@ -89,7 +100,7 @@ class CausalLM:
             yield from self.head.weights("lm_head")
 
 
-# (config, rotary table of each layer, attention backend, place) -> model
+# (config, each layer's rotary table [num_positions, head_dim] fp32, attention backend, place) -> model
 Build = Callable[[ModelConfig, Sequence[Tensor], AttentionBackend, Place], CausalLM]
 
 

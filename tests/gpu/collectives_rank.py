@@ -50,8 +50,8 @@ def check_gather(group: ParallelGroup, device: torch.device) -> None:
 
 def main() -> None:
     rank, num_ranks, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    device = choose_device("cuda", rank)
     group = ParallelGroup(rank, num_ranks)
+    device = choose_device("cuda", group)
     group.join(rendezvous, device)
     check_gather(group, device)
     for dtype in (torch.bfloat16, torch.float32):

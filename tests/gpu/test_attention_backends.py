@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from minisgl.errors import ModelLoadError
+from minisgl.requirements import ATTENTION
 from minisgl_worker.attention import BACKENDS, PairedAttention, make_backend
 from minisgl_worker.attention.base import AttentionBackend, AttentionSetup
 from tests.attention_cases import Requests, check_eager, check_replays
@@ -145,7 +146,7 @@ def test_one_long_row_among_255_short_ones_equals_reference(device, name) -> Non
 @pytest.mark.parametrize("name", EVERY_NAME)
 def test_sliding_windows_are_honoured_or_refused_by_name(device, name) -> None:
     setup = make_setup(device, 2, 128, 16, windows=(None, 24, 100))
-    if not BACKENDS[name].requirements.has_windows:
+    if not ATTENTION[name].has_windows:
         with pytest.raises(ModelLoadError, match=f"{name} has no sliding windows"):
             make(name, setup)
         return

@@ -154,7 +154,7 @@ def test_number_of_ranks_that_does_not_fit_is_refused_before_a_process_starts(tm
         (
             {"num_attention_heads": 6, "hidden_size": 96, "intermediate_size": 126},
             3,
-            "tp_size 3 is no multiple of the 2 KV heads",
+            "2 KV heads do not divide over tp_size 3",
         ),
         ({"intermediate_size": 126}, 4, r"126 MLP columns \(intermediate_size\) do not divide over tp_size 4"),
     ):

@@ -222,6 +222,16 @@ def test_stream_checks_at_once(engine, llm):
     assert engine.requests() == []
 
 
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]], ("a",), ["a", [1]]])
+def test_stream_of_a_list_of_prompts_says_that_it_wants_one(engine, llm, prompts):
+    text = rf"one prompt is wanted, .* got a list of {len(prompts)} prompts; call once for each, or use generate"
+    with pytest.raises(InvalidRequest, match=text):
+        llm.stream(prompts)
+    with pytest.raises(InvalidRequest, match=text):
+        llm.agenerate(prompts)
+    assert engine.requests() == []
+
+
 @pytest.mark.parametrize("leave", ["close", "del"])
 def test_stream_left_early_is_aborted(engine, llm, leave):
     stream = llm.stream("a", text_params(max_tokens=500))

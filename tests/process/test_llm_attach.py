@@ -48,6 +48,12 @@ def test_options_beside_an_address_are_refused():
         LLM()
 
 
+@pytest.mark.parametrize("options", [{}, {"engine": "ipc:///nowhere"}])
+def test_empty_model_path_is_refused_by_its_name(options):
+    with pytest.raises(ValueError, match="model must be a folder, a file or a name, got ''"):
+        LLM("", **options)
+
+
 def test_missing_model_is_named_at_once(tmp_path):
     started = time.monotonic()
     with pytest.raises(ModelLoadError, match="no_such_model"):

@@ -35,13 +35,6 @@ from tests.unit.simulator_ledger import Holding, Issued, Ledger, expect
 from tests.unit.simulator_outputs import split_entries, update_digest
 from tests.unit.simulator_setup import NUM_CLIENTS, Asked, Setup, draw_request
 
-# The least share of the seeds in which each kind of event occurs.
-KINDS = dict.fromkeys(
-    ("preemption", "eviction", "hit", "chunked_prefill", "abort_in_flight", "slot_turnover", "shared_pending_prefix",
-     "held_row", "overtaken", "stop", "failed_row", "surplus_row", "disconnect", "overloaded", "refused", "reused_id"),
-    0.02,
-) | dict.fromkeys(("large_prefill", "end_while_preempted", "abort_while_preempted"), 0.005)  # fmt: skip
-
 
 class NoProgress(Exception):
     """Work is left and nothing happens, or not within the bound."""

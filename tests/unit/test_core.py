@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from minisgl.core import MAX_LOGIT_BIAS, MAX_SAMPLES, MAX_STOP_STRINGS, SamplingParams
@@ -41,6 +42,40 @@ def test_bad_value_names_the_field(name: str, value: object) -> None:
 )  # fmt: skip
 def test_bounds_are_accepted_and_kept(name: str, value: object) -> None:
     assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_tokens", np.int64(5), 5), ("top_k", np.int32(-1), -1), ("n", np.uint8(2), 2), ("seed", np.int64(-3), -3),
+        ("seed", np.uint64(2**64 - 1), 2**64 - 1), ("logprobs", np.int16(0), 0), ("temperature", np.float32(0.5), 0.5),
+        ("top_p", np.float64(0.25), 0.25), ("temperature", np.float16(0.5), 0.5), ("temperature", np.int64(1), 1.0),
+        ("stop_token_ids", [np.int64(4), 5], (4, 5)), ("logit_bias", {np.int64(3): np.float32(0.5)}, {3: 0.5}),
+    ],
+)  # fmt: skip
+def test_numbers_of_numpy_are_kept_as_pythons(name: str, value: object, expected: object) -> None:
+    kept = getattr(SamplingParams(**{name: value}), name)
+    assert kept == expected and repr(kept) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", np.True_),
+        ("temperature", np.True_),
+        ("ignore_eos", np.True_),
+        ("max_tokens", np.float32(5)),
+        ("max_tokens", np.int64(0)),
+        ("temperature", np.float32("nan")),
+        ("temperature", np.array([0.5])),
+        ("seed", np.array([1])),
+        ("logit_bias", {np.True_: 1.0}),
+        ("stop_token_ids", [np.int64(-1)]),
+    ],
+)
+def test_bad_value_of_numpy_names_the_field(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})
 
 
 def test_lists_are_copied_so_that_later_changes_have_no_effect() -> None:

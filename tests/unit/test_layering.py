@@ -17,8 +17,10 @@ BASE = ("minisgl", "minisgl.core", "minisgl.errors")
 MODEL = (
     *("minisgl.model_folder", "minisgl.model_config", "minisgl.families", "minisgl.rope_config", "minisgl.checkpoint"),
     *("minisgl.safetensors_files", "minisgl.gguf_header", "minisgl.gguf_config", "minisgl.json_file"),
+    "minisgl.sharding",
 )
-WIRE = ("minisgl.config", "minisgl.protocol", "minisgl.transport")
+REQUIREMENTS = ("minisgl.requirements",)
+WIRE = ("minisgl.config", "minisgl.wire_fields", "minisgl.protocol", "minisgl.transport")
 LIFELINE = ("minisgl.lifeline",)
 SCHEDULER = ("minisgl.scheduler", "minisgl.scheduler.*")
 TEXT = ("minisgl.tokenizer", "minisgl.detokenizer", "minisgl.gguf_tokenizer")
@@ -52,7 +54,9 @@ class Layer:
 LAYERS = (
     Layer(modules=BASE),
     Layer(modules=("minisgl.config",), own=BASE),
-    Layer(modules=("minisgl.protocol",), own=BASE, third_party=("msgpack",)),
+    Layer(modules=REQUIREMENTS, own=(*BASE, *MODEL, "minisgl.config")),
+    Layer(modules=("minisgl.wire_fields",), own=BASE),
+    Layer(modules=("minisgl.protocol",), own=(*BASE, "minisgl.wire_fields"), third_party=("msgpack",)),
     Layer(modules=("minisgl.transport",), own=(*BASE, "minisgl.protocol"), third_party=("zmq",)),
     Layer(modules=MODEL, own=(*BASE, *MODEL), deferred=("gguf", "huggingface_hub")),
     Layer(
@@ -70,12 +74,12 @@ LAYERS = (
     Layer(modules=("minisgl.supervisor",), own=(*BASE, *MODEL, *WIRE, *LIFELINE)),
     Layer(
         modules=ENGINE,
-        own=(*BASE, *MODEL, *WIRE, *LIFELINE, *SCHEDULER, "minisgl.supervisor", *ENGINE),
+        own=(*BASE, *MODEL, *REQUIREMENTS, *WIRE, *LIFELINE, *SCHEDULER, "minisgl.supervisor", *ENGINE),
         third_party=("numpy",),
     ),
     Layer(
         modules=FRONTEND,
-        own=(*BASE, *MODEL, *WIRE, *TEXT, "minisgl.supervisor", *FRONTEND),
+        own=(*BASE, *MODEL, *REQUIREMENTS, *WIRE, *TEXT, "minisgl.supervisor", *FRONTEND),
         third_party=("numpy",),
         deferred=("tqdm",),
     ),
@@ -98,7 +102,7 @@ LAYERS = (
     ),
     Layer(
         modules=WORKER,
-        own=(*BASE, *MODEL, *WIRE, *LIFELINE, *WORKER),
+        own=(*BASE, *MODEL, *REQUIREMENTS, *WIRE, *LIFELINE, *WORKER),
         third_party=("numpy", "torch", "tqdm"),
         # Its process watches for the end of its parent, and sends heartbeats, before it imports torch.
         deferred=(

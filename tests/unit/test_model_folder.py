@@ -1,6 +1,7 @@
 """A model folder is read in every layout, and refused by the name of what is wrong."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from model_folders import (
 )
 
 from minisgl.errors import ModelLoadError
-from minisgl.model_config import MoeConfig
+from minisgl.json_file import JsonFile
+from minisgl.model_config import MoeConfig, read_config
 from minisgl.model_folder import SUPPORTED_ARCHITECTURES, resolve_model
 from minisgl.rope_config import RopeConfig
 
@@ -55,6 +57,33 @@ def test_read_takes_the_stated_head_dim(tmp_path, stated, head_dim):
 
 def test_read_of_qwen3_without_head_dim_takes_the_family_one(tmp_path):
     assert read(write_folder(tmp_path, **QWEN3)).head_dim == 128
+
+
+NULLABLE = (
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias",
+    "hidden_act", "hidden_activation", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
+    "partial_rotary_factor", "dtype", "torch_dtype", "layer_types", "sliding_window_pattern", "max_window_layers",
+    "use_sliding_window", "query_pre_attn_scalar", "quantization_config", "attn_logit_softcapping", "eos_token_id",
+    "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+def test_read_of_null_is_as_of_nothing(architecture):
+    """But for sliding_window, where null says that there is none (see the test of Mistral's windows)."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    stated = {**CONFIG, **experts, "architectures": [architecture], "use_sliding_window": True, "sliding_window": 8}
+    nullable = NULLABLE
+    if architecture == "Ministral3ForCausalLM":  # it cannot do without
+        rope = {"rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}
+        stated["rope_parameters"] = {"rope_theta": 1e4, **rope}
+        nullable = tuple(key for key in NULLABLE if key != "rope_parameters")
+    inner = {**stated, "model_type": "gemma3_text" if "Gemma3" in architecture else "mistral"}
+    for key in nullable:
+        without = {k: v for k, v in stated.items() if k != key}
+        text = {k: v for k, v in inner.items() if k != key}
+        expected = read_config(JsonFile(Path("c"), {**without, "text_config": text}))
+        assert read_config(JsonFile(Path("c"), {**without, key: None, "text_config": {**text, key: None}})) == expected
 
 
 @pytest.mark.parametrize("scaling", [{"type": "yarn"}, {"rope_type": "yarn"}, {"type": "yarn", "rope_type": "yarn"}])
@@ -246,10 +275,14 @@ def test_resolve_of_a_hub_id_offline_names_it():
         resolve_model("nobody/nothing-at-all")
 
 
-def test_resolve_of_another_file_is_refused(tmp_path):
+def test_resolve_of_another_file_is_refused_and_its_folder_named_if_it_is_one(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"x")
-    with pytest.raises(ModelLoadError, match=r"model\.bin"):
-        resolve_model(str(tmp_path / "model.bin"))
+    for name in (str(tmp_path / "model.bin"), os.devnull):
+        with pytest.raises(ModelLoadError, match=rf"^{name} is neither a model folder nor a \.gguf file$"):
+            resolve_model(name)
+    folder = write_folder(tmp_path / "m")
+    with pytest.raises(ModelLoadError, match=rf"safetensors is neither .*; give its folder, {folder}$"):
+        resolve_model(str(folder / "model.safetensors"))
 
 
 def test_config_of_the_tests_is_sound(tmp_path):

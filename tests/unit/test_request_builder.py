@@ -73,6 +73,21 @@ def test_pack_prompts_accepts_every_kind_of_integers(prompt):
     assert unpack(make_builder().pack_prompts([prompt])[0]) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("num_pages", "num_tokens", "text"),
+    [
+        (4, 64, "the KV pool of 4 pages holds 64 and .* or raise num_pages to at least 5$"),
+        (4, 79, ".* or raise num_pages to at least 5$"),
+        (4, 80, ".* or raise num_pages to at least 6$"),
+        (5, 64, "the context holds 64 and .* or raise max_seq_len to at least 65 where the model can$"),
+    ],
+)
+def test_pack_prompts_of_a_long_prompt_names_what_limits_it_and_the_least_that_works(num_pages, num_tokens, text):
+    builder = RequestBuilder(Welcome(1, "m", VOCAB, CONTEXT, 16, num_pages, 8, 0), (), None)
+    with pytest.raises(InvalidRequest, match=f"prompt 0 has {num_tokens} tokens, limit 63: {text}"):
+        builder.pack_prompts([[1] * num_tokens])
+
+
 def test_pack_prompts_of_text_and_ids_keeps_the_order():
     prompts = ["a", [5], "bc", [6, 7], ""][:4]
     assert [unpack(p) for p in make_builder().pack_prompts(prompts)] == [[97], [5], [98, 99], [6, 7]]

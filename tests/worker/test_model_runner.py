@@ -13,7 +13,7 @@ from minisgl.errors import ModelLoadError
 from minisgl.protocol import FAILED_ROW_BIT
 from minisgl_worker.memory import available_memory_bytes, fit_pages
 from minisgl_worker.model_runner import ModelRunner, StepHandle
-from minisgl_worker.parallel import choose_device, share_cpu_threads
+from minisgl_worker.parallel import ParallelGroup, choose_device, share_cpu_threads
 from tests.worker.checkpoints import VOCAB_SIZE, make_admit, make_step, read_tokens, write_checkpoint
 
 PAGE_SIZE = 4
@@ -182,6 +182,8 @@ def test_cpu_threads_are_shared_among_the_ranks() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_device_that_is_not_there_is_refused() -> None:
-    assert choose_device("auto", 0) == torch.device("cpu")
-    with pytest.raises(ModelLoadError, match="device=cpu"):
-        choose_device("cuda", 0)
+    assert choose_device("auto", ParallelGroup()) == torch.device("cpu")
+    for size in (1, 4):
+        text = f"cuda has 0 visible NVIDIA GPUs.*, tp_size {size} needs one for each rank; use device=cpu$"
+        with pytest.raises(ModelLoadError, match=text):
+            choose_device("cuda", ParallelGroup(0, size))

@@ -56,8 +56,8 @@ def place(name: str) -> Place:
 
 def test_backend_of_experts_is_chosen_or_refused_by_name(tmp_path: Path) -> None:
     assert choose_moe_backend(place("auto")) == choose_moe_backend(place("torch")) == "torch"
-    with pytest.raises(ModelLoadError, match=r"moe_backend 'grouped'.*auto, torch, triton"):
-        choose_moe_backend(place("grouped"))
+    with pytest.raises(ModelLoadError, match="moe_backend triton needs an NVIDIA GPU, the device is cpu"):
+        choose_moe_backend(place("triton"))
     folder = write_checkpoint(tmp_path / "m", "Qwen3MoeForCausalLM")
     config = EngineConfig.from_options(folder, {"device": "cpu", "num_pages": 4, "moe_backend": "triton"})
     with pytest.raises(ModelLoadError, match="moe_backend triton needs an NVIDIA GPU"):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from minisgl_worker.kernels.norm import add_rms_norm_reference, rms_norm_referen
 from minisgl_worker.kernels.rope_append import qk_norm_rope_append_reference
 from minisgl_worker.kv_cache import KVCache
 
+ROOT = Path(__file__).resolve().parents[2]
 DTYPES = [torch.bfloat16, torch.float32]
 CPU = torch.device("cpu")
 
@@ -159,8 +161,9 @@ print(kernels_for(x) is not None, rms_norm(x, x[0], 0.0).eq(1).all().item())
 """
 
 
-def probe(**environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=os.environ | environment)
+def probe(cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, cwd=cwd, env=environment)
 
 
 def test_without_a_compiler_torch_serves_and_one_line_says_so(tmp_path) -> None:
@@ -187,6 +190,15 @@ def test_library_is_built_once(tmp_path) -> None:
     built = library.stat().st_mtime_ns
     assert probe(XDG_CACHE_HOME=str(tmp_path)).stdout.split() == ["True", "True"]
     assert library.stat().st_mtime_ns == built
+
+
+def test_cache_folder_that_is_not_absolute_is_ignored(tmp_path) -> None:
+    native(torch.float32)
+    (tmp_path / "here").mkdir()
+    run = probe(XDG_CACHE_HOME="relative", HOME=str(tmp_path), cwd=tmp_path / "here")
+    assert run.stdout.split() == ["True", "True"]
+    assert list((tmp_path / "here").iterdir()) == []
+    assert len(list((tmp_path / ".cache" / "minisgl").iterdir())) == 1
 
 
 def test_library_in_a_folder_that_others_may_write_is_not_run(tmp_path) -> None:

@@ -11,31 +11,11 @@ from minisgl.config import EngineConfig
 from minisgl.errors import ModelLoadError, PeerLost
 from minisgl_worker.memory import agree_on_pages
 from minisgl_worker.model_runner import ModelRunner
-from minisgl_worker.parallel import ParallelGroup, share_kv_heads, share_vocabulary, sum_in_rank_order
+from minisgl_worker.parallel import ParallelGroup, share_vocabulary, sum_in_rank_order
 from tests.worker.checkpoints import write_checkpoint
 from tests.worker.ranks import run_ranks
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("num_kv_heads", "num_ranks", "expected"),
-    [
-        (8, 4, [(2, 0), (2, 2), (2, 4), (2, 6)]),
-        (4, 4, [(1, 0), (1, 1), (1, 2), (1, 3)]),
-        (2, 4, [(1, 0), (1, 0), (1, 1), (1, 1)]),
-        (1, 3, [(1, 0), (1, 0), (1, 0)]),
-        (5, 1, [(5, 0)]),
-    ],
-)
-def test_kv_heads_are_shared_or_replicated(num_kv_heads: int, num_ranks: int, expected: list[tuple[int, int]]) -> None:
-    assert [share_kv_heads(num_kv_heads, ParallelGroup(r, num_ranks)) for r in range(num_ranks)] == expected
-
-
-@pytest.mark.parametrize(("num_kv_heads", "num_ranks"), [(3, 2), (2, 3), (4, 6), (6, 4)])
-def test_kv_heads_that_do_not_fit_the_ranks_are_refused(num_kv_heads: int, num_ranks: int) -> None:
-    with pytest.raises(ModelLoadError, match=rf"(?=.*\b{num_kv_heads}\b)(?=.*tp_size {num_ranks}\b).*KV heads"):
-        share_kv_heads(num_kv_heads, ParallelGroup(0, num_ranks))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 16, 97, 151_936])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,34 @@ def test_worker_answers_steps_in_order_and_stops_with_exit_code_0(harness: Harne
     harness.send(Stop())
     harness.receive(Stopped)
     assert harness.process.wait(5) == 0
+
+
+def test_rank_that_is_told_to_stop_waits_for_the_others(folder: Path, tmp_path: Path) -> None:
+    """They may still read from its memory, so it is not to end before they have come as far."""
+    ranks = []
+    try:
+        for rank in range(2):
+            (tmp_path / str(rank)).mkdir()
+            ranks.append(Harness(tmp_path / str(rank)))
+            start = configure(folder, rank=rank, tp_size=2)
+            ranks[rank].send(replace(start, rendezvous=f"file://{tmp_path}/rendezvous"))
+        for harness in ranks:
+            harness.receive(Ready)
+        first, second = ranks
+        before = first.receive(Heartbeat).num_collectives
+        first.send(Stop())
+        end = time.monotonic() + 30
+        while first.receive(Heartbeat).num_collectives == before:  # it has not entered the exchange so far
+            assert time.monotonic() < end
+        for _ in range(3):
+            first.receive(Heartbeat)  # and no Stopped, which would not be taken for one
+        second.send(Stop())
+        for harness in ranks:
+            harness.receive(Stopped)
+            assert harness.process.wait(30) == 0
+    finally:
+        for harness in ranks:
+            harness.close()
 
 
 @pytest.mark.parametrize(
