@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # The engine is meant to be read whole; raising a budget is a decision for docs/LOG.md.
-BUDGETS = {"minisgl": 6_000, "minisgl_worker": 6_000}
+BUDGETS = {"minisgl": 7_000, "minisgl_worker": 6_000}
 OTHERS = ("tests", "scripts", "benchmarks", "examples")
 MAX_FILE_LINES = 400
 IGNORED_TOKENS = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}

@@ -64,7 +64,7 @@ def make_setup(
 
 
 def make(name: str, setup: AttentionSetup) -> AttentionBackend:
-    return BACKENDS[name].make(setup) if IS_INTERPRETED else make_backend((name, name), setup)[1]
+    return BACKENDS[name](setup) if IS_INTERPRETED else make_backend((name, name), setup)[1]
 
 
 def pick(name: str, shapes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

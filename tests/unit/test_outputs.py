@@ -62,7 +62,7 @@ def draw_messages(draw: st.DrawFn) -> tuple[list[list[Entry]], dict[int, int]]:
         for request_id in draw(st.permutations([i for i in ids if i not in ended])):
             if draw(st.booleans()):
                 reason = draw(st.sampled_from([0, 0, 0, *FinishReason]))
-                message.append((request_id, draw(st.lists(st.integers(0, 2**31 - 1), max_size=3)), int(reason)))
+                message.append((request_id, draw(st.lists(st.integers(0, 2**30), max_size=3)), int(reason)))
                 if reason:
                     ended.add(request_id)
         messages.append(message)
