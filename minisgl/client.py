@@ -79,6 +79,8 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         turns = self._turns.get(loop)
         if turns is None:
+            for closed in [other for other in self._turns if other.is_closed()]:
+                del self._turns[closed]  # readers that were due when it closed keep it
             turns = self._turns[loop] = Turns(loop)
         return turns
 

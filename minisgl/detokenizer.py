@@ -63,8 +63,11 @@ class TextDecoder:
         """What one token stands for by itself; a token may be a part of a character."""
         if self._decoder.get("type") == "ByteLevel":
             return self._get_bytes(token_id)
-        byte = _parse_byte(self._get_token(token_id)) if self._piece_rules is not None else None
-        return self.decode([token_id], skip_special_tokens=False).encode() if byte is None else byte
+        if self._piece_rules is None:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        token = self._get_token(token_id)
+        byte = _parse_byte(token)  # decoded alone, a token would lose the blank that only a text's first one loses
+        return token.replace(self._piece_rules.mark, self._piece_rules.blank).encode() if byte is None else byte
 
     def _get_token(self, token_id: int) -> str:
         token = self._tokens.get(token_id)

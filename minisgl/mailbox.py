@@ -85,13 +85,14 @@ class AsyncMailbox:
         Raises as `ThreadMailbox.take`.
         """
         await self.turn.wait()
+        error = self._error  # before the outputs are looked at, as the other thread may add some and then fail
         taken: list[Output] = []
         num_tokens = 0
         while self._outputs and (not taken or num_tokens < max_tokens):
             taken.append(self._outputs.popleft())
             num_tokens += len(taken[-1].token_ids)
-        if not taken and self._error is not None:
-            raise renew(self._error)
+        if not taken and error is not None:
+            raise renew(error)
         self.turn.clear()
         if self._outputs or self._error is not None:
             self._turns.add(self)
@@ -112,12 +113,15 @@ class Turns:
 
     def add(self, mailbox: AsyncMailbox) -> None:
         """Give it a turn after those that are due. May be called on any thread."""
+        loop = self._loop()
+        if loop is None or loop.is_closed():
+            self._due.clear()
+            return
         # Both flags are cleared before what they stand for is looked at: who finds one set is seen.
         if not mailbox.is_due:
             mailbox.is_due = True
             self._due.append(mailbox)
-        loop = self._loop()
-        if self._is_scheduled or loop is None:
+        if self._is_scheduled:
             return
         self._is_scheduled = True
         try:

@@ -26,10 +26,13 @@ def split_outputs(messages: Sequence[Outputs], get_num_logprob_items: Callable[[
         ValueError, LookupError: the columns do not fit together, or name what is unknown.
     """
     if len(messages) > 1:
-        if any(message.logprob_ids for message in messages):
+        if any(message.logprob_ids or message.logprob_values for message in messages):
             return [output for message in messages for output in split_outputs([message], get_num_logprob_items)]
-        return split_outputs([_join_messages(messages)], get_num_logprob_items)
-    message = messages[0]
+        messages = [_join_messages(messages)]
+    return _split_message(messages[0], get_num_logprob_items)
+
+
+def _split_message(message: Outputs, get_num_logprob_items: Callable[[int], int]) -> list[Output]:
     request_ids = np.frombuffer(message.request_ids, "<u8").tolist()
     tokens: list[int] = np.frombuffer(message.tokens, "<i4").tolist()
     counts = np.frombuffer(message.num_tokens, "<i4").tolist()
@@ -43,6 +46,10 @@ def split_outputs(messages: Sequence[Outputs], get_num_logprob_items: Callable[[
         end, logprob_end = start + count, logprob_start + count * get_num_logprob_items(request_id)
         reason = None if code == GOES_ON else FinishReason(code)
         error = MinisglError(errors.pop(0)) if reason is FinishReason.ERROR else None
+        if error is not None and count:  # a reader raises the error, so the tokens before it go ahead
+            values = logprob_ids[logprob_start:logprob_end], logprob_values[logprob_start:logprob_end]
+            outputs.append(Output(request_id, tokens[start:end], None, 0, *values))
+            start, logprob_start = end, logprob_end
         outputs.append(
             Output(
                 request_id, tokens[start:end], reason, num_cached, logprob_ids[logprob_start:logprob_end],

@@ -9,6 +9,7 @@ from minisgl.client import EngineClient
 from minisgl.completion import Completion, Delta
 from minisgl.core import SamplingParams
 from minisgl.detokenizer import TextDecoder
+from minisgl.errors import MinisglError
 from minisgl.mailbox import AsyncMailbox, Mailbox, Output, ThreadMailbox
 from minisgl.outputs import join_outputs
 from minisgl.request_builder import RequestBuilder
@@ -38,6 +39,7 @@ class RequestStream:
         self._completions = {self.request_id + i: Completion(params, decoder) for i in range(params.n)}
         self._stopped: set[int] = set()  # ended by a stop string; the engine's own end is awaited
         self._deltas: deque[dict[str, Any]] = deque()
+        self._failure: MinisglError | None = None  # told once the deltas before it are taken
         client.submit([builder.build(self.request_id, prompt_ids, params, stream=True)], mailbox)
 
     def abort(self) -> None:
@@ -57,7 +59,13 @@ class RequestStream:
     @property
     def is_finished(self) -> bool:
         """Whether no sample has anything more to come."""
-        return not self._completions and not self._deltas
+        return not self._completions and not self._deltas and self._failure is None
+
+    def _raise_failure(self) -> None:
+        """Raise what ended the request, once."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
     def _add(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -66,7 +74,8 @@ class RequestStream:
                 continue  # closed meanwhile
             if output.error is not None:
                 self.close()
-                raise output.error
+                self._failure = output.error
+                return
             delta = completion.add(output)
             if completion.is_finished:
                 del self._completions[output.request_id]
@@ -106,6 +115,7 @@ class TextStream(RequestStream, Iterator[dict[str, Any]]):
 
     def __next__(self) -> dict[str, Any]:
         while not self._deltas:
+            self._raise_failure()
             if self.is_finished:
                 raise StopIteration
             self._add(self._mailbox.take())
@@ -128,6 +138,7 @@ class AsyncTextStream(RequestStream, AsyncIterator[dict[str, Any]]):
 
     async def __anext__(self) -> dict[str, Any]:
         while not self._deltas:
+            self._raise_failure()
             if self.is_finished:
                 raise StopAsyncIteration
             self._add(await self._mailbox.take(max_tokens=1))
@@ -139,6 +150,7 @@ class AsyncTextStream(RequestStream, AsyncIterator[dict[str, Any]]):
         A reader that falls behind so gets fewer and longer deltas, and lets the loop's other tasks run between them.
         """
         while not self._deltas:
+            self._raise_failure()
             if self.is_finished:
                 return []
             self._add(join_outputs(await self._mailbox.take(MAX_JOINED_TOKENS)))

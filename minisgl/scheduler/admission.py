@@ -21,7 +21,8 @@ class Admission:
 
     A request is passed over while it does not fit into the available pages, or while the next page of its prompt is
     being computed for another request (it waits to share it). Others may then overtake it, at most `max_overtakes` of
-    them; after that it bars the way. A preempted request bars the way at once, from the moment when it starts to drain.
+    them; after that it bars the way. A preempted request bars the way at once, from the moment when it starts to drain,
+    unless it ends.
     It may come back after an older one has ended, and so is preempted at most once for each older one.
     """
 

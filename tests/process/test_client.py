@@ -1,6 +1,9 @@
 """What a connection does that no user of `LLM` can provoke at will."""
 
+import asyncio
+import gc
 import threading
+import weakref
 from array import array
 from collections import deque
 from concurrent.futures import Future
@@ -12,7 +15,7 @@ from minisgl.client import EngineClient
 from minisgl.connection import Command, Connection
 from minisgl.core import FinishReason
 from minisgl.errors import EngineDead, MinisglError
-from minisgl.mailbox import Output, ThreadMailbox
+from minisgl.mailbox import AsyncMailbox, Output, ThreadMailbox
 from minisgl.protocol import Control, NewRequest, Outputs, Sampling, Stats
 from minisgl.transport import Waker
 
@@ -138,4 +141,32 @@ def test_client_under_a_flood_of_messages_still_speaks(tmp_path):
         engine.wait_for(lambda: sum(isinstance(message, Control) for message in engine.received) >= num_pings + 2)
         client.check_alive()
         engine.flood = None
+        client.close()
+
+
+def test_closed_loops_are_not_kept_though_readers_were_due(tmp_path):
+    """A program that calls `asyncio.run` for each job must not collect its loops."""
+    with running_engine(f"ipc://{tmp_path}/engine.sock") as engine:
+        client = EngineClient(engine.address)
+
+        async def leave_a_reader() -> AsyncMailbox:
+            mailbox = AsyncMailbox(client.get_turns())
+            reader = asyncio.create_task(mailbox.take(1))
+            await asyncio.sleep(0)
+            reader.cancel()
+            mailbox.put([Output(1, [5])])
+            return mailbox
+
+        mailboxes = [asyncio.run(leave_a_reader()) for _ in range(5)]
+        for mailbox in mailboxes:
+            mailbox.put([Output(1, [6])])
+        loops = [weakref.ref(mailbox.turn._loop) for mailbox in mailboxes]
+        del mailboxes, mailbox
+
+        async def come_later() -> None:
+            client.get_turns()
+
+        asyncio.run(come_later())
+        gc.collect()
+        assert [loop() for loop in loops] == [None] * 5
         client.close()

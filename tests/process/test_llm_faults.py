@@ -1,5 +1,6 @@
 """Every way in which an engine can refuse a request or let its frontends down."""
 
+import asyncio
 import gc
 import os
 import threading
@@ -95,6 +96,33 @@ def test_failed_sample_of_a_stream_ends_the_others_too(engine, llm):
         next(stream)
     engine.wait_for(lambda: stream.request_id + 1 in engine.aborted())
     assert list(stream) == []
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_tokens_before_a_failure_are_given_out(engine, llm, is_async):
+    """However many arrive at once: here the token of one sample and the failure of the other, in one message."""
+    engine.is_paused = True
+
+    async def read() -> list[int]:
+        stream = llm.agenerate([1], text_params(n=2)) if is_async else llm.stream([1], text_params(n=2))
+        engine.wait_for(lambda: len(engine.running) == 2)
+        first = stream.request_id
+        engine.send(
+            Outputs(
+                0, array("Q", [first, first + 1]).tobytes(), array("i", [1, 0]).tobytes(),
+                bytes([0, FinishReason.ERROR]), bytes(8), array("i", [98]).tobytes(), ("not finite",), b"", b"",
+            )
+        )  # fmt: skip
+        token_ids: list[int] = []
+        with pytest.raises(MinisglError, match="not finite"):
+            while True:
+                delta = (await anext(stream)) if is_async else next(stream)
+                token_ids += delta["token_ids"]
+        with pytest.raises(StopAsyncIteration if is_async else StopIteration):
+            (await anext(stream)) if is_async else next(stream)
+        return token_ids
+
+    assert asyncio.run(read()) == [98]
 
 
 def expect_death(engine: FakeEngine, llm: LLM, match: str, within_s: float = 1.5) -> None:

@@ -35,6 +35,12 @@ def test_get_bytes_of_a_part_of_a_character_are_its_own(tokenizer):
         assert all(len(decoder.get_bytes(token_id)) == 1 for token_id in ids)
 
 
+def test_get_bytes_of_words_keep_the_blanks_before_them():
+    ids = [NUM_BYTES + WORDS.index(word) for word in ("▁a", "▁the", "ing", "▁(")]
+    decoder = TextDecoder(PIECES)
+    assert b"".join(map(decoder.get_bytes, ids)).decode() == " " + PIECES.decode(ids) == " a theing ("
+
+
 def test_get_bytes_of_whole_words_are_their_text():
     assert TextDecoder(PIECES).get_bytes(NUM_BYTES + WORDS.index("日本")) == "日本".encode()
     assert TextDecoder(METASPACE).get_bytes(0) == METASPACE.decode([0]).encode()

@@ -91,7 +91,8 @@ def test_split_of_several_messages_says_what_each_alone_says(drawn):
     together = split_outputs(messages, widths.__getitem__)
     assert collect(together) == expected
     if not any(widths.values()):
-        assert len({output.request_id for output in together}) == len(together)
+        ends_well = [output.request_id for output in together if output.error is None]
+        assert len(set(ends_well)) == len(ends_well)
     assert collect(join_outputs(alone)) == expected
 
 
@@ -118,6 +119,19 @@ def test_columns_that_do_not_fit_are_an_error(num_messages, changes):
     messages = [make_message([(1, [4], 0)])] * (num_messages - 1) + [Outputs(**{**fields, **changes})]
     with pytest.raises((ValueError, LookupError)):
         split_outputs(messages, {1: 0}.__getitem__)
+
+
+@pytest.mark.parametrize("width", [0, 2])
+def test_tokens_before_an_error_are_an_output_of_their_own(width):
+    messages = [make_message([(1, [4], 0)], 0, {1: width}), make_message([(1, [5], FinishReason.ERROR)], 1, {1: width})]
+    for outputs in (
+        split_outputs(messages, {1: width}.__getitem__),
+        split_outputs(messages[1:], {1: width}.__getitem__),
+    ):
+        *before, last = join_outputs(outputs)
+        assert last.error is not None and not last.token_ids
+        assert [output.error for output in before] == [None] and before[0].token_ids[-1] == 5
+        assert len(before[0].logprob_ids) == width * len(before[0].token_ids)
 
 
 def test_entry_after_the_end_of_its_sample_is_an_error():
