@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from waiting import wait_until
+
 from minisgl.core import FinishReason, SamplingParams
 from minisgl.protocol import (
     Abort,
@@ -89,10 +91,7 @@ class FakeEngine:
         return {i for message in self.received if isinstance(message, Abort) for i in array("Q", message.request_ids)}
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-        end = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < end, "the condition did not come true"
-            time.sleep(0.005)
+        wait_until(condition, timeout_s)
 
     def close(self) -> None:
         self._is_closing = True

@@ -9,12 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from fake_engine import FakeEngine
+from waiting import wait_until
 
 import minisgl
 from minisgl.errors import EXIT_ADDRESS, EXIT_START, EXIT_USAGE
@@ -177,7 +177,7 @@ class Chat:
 
     def expect(self, text: str) -> None:
         """Wait for a text, and forget the output up to its end."""
-        wait_until(lambda: text in self._look(), lambda: f"{text!r} is not in {self.output!r}")
+        wait_until(lambda: text in self._look(), WAIT_S, lambda: f"{text!r} is not in {self.output!r}")
         self.output = self.output.partition(text)[2]
 
     def _look(self) -> str:
@@ -186,13 +186,6 @@ class Chat:
         except OSError:  # nothing yet, or the terminal's end
             pass
         return self.output
-
-
-def wait_until(claim: Callable[[], bool], fault: Callable[[], str] = lambda: "it did not happen") -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not claim():
-        assert time.monotonic() < deadline, fault()
-        time.sleep(0.01)
 
 
 @pytest.fixture(params=[False, True], ids=["pipe", "terminal"])
@@ -225,7 +218,7 @@ def test_chat_shows_an_answer_while_it_comes_and_ctrl_c_stops_it_alone(chat, eng
     chat.send("hi\n")
     chat.expect(ANSWER[:2])  # of five tokens: the rest does not come
     chat.interrupt()
-    wait_until(lambda: bool(engine.aborted()))
+    wait_until(lambda: bool(engine.aborted()), WAIT_S)
     engine._step = step
     chat.send("more\n")
     chat.expect(ANSWER)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import zmq
 from model_folders import write_folder
+from waiting import wait_until
 
 from minisgl.core import SamplingParams
 from minisgl.errors import EngineDead, EngineUnreachable, InvalidRequest, MinisglError, Overloaded
@@ -92,13 +93,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def wait_until(condition, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not true after {seconds} s"
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 from fake_engine import FakeEngine
+from waiting import wait_until
 
 from minisgl.errors import EXIT_CHILD_DIED
 from minisgl.protocol import Rejected, RejectReason
@@ -52,13 +53,6 @@ def server(engine: FakeEngine, folder: Path) -> Iterator[Server]:
     server.end()
 
 
-def wait_until(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not claim():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
 def test_ready_line_states_url_and_memory(server):
     assert f"{server.url}/v1" in server.ready_line and "KV tokens" in server.ready_line
 
@@ -95,11 +89,11 @@ def test_more_requests_than_the_window_are_429(server, engine):
         )
         for one in waiting:
             one.sendall(head.encode() + b"\r\n\r\n" + body)
-        wait_until(lambda: len(engine.running) == engine.window)
+        wait_until(lambda: len(engine.running) == engine.window, WAIT_S)
         assert client.post(server.url + "/v1/completions", json=ASK).status_code == 429
         for one in waiting:
             one.close()
-        wait_until(lambda: not engine.running)
+        wait_until(lambda: not engine.running, WAIT_S)
         engine.is_paused = False
         assert client.post(server.url + "/v1/completions", json=ASK).status_code == 200
 
@@ -109,7 +103,7 @@ def test_client_that_leaves_frees_its_request(server, engine, body):
     engine.is_paused = True
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + "/v1/completions", json=body, timeout=0.5)
-    wait_until(lambda: not engine.running)
+    wait_until(lambda: not engine.running, WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +152,7 @@ def test_sigterm_finishes_a_running_stream_and_exits_0(server, engine):
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
         )
-        wait_until(lambda: bool(engine.running))
+        wait_until(lambda: bool(engine.running), WAIT_S)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         assert server.process.poll() is None
@@ -178,9 +172,9 @@ def test_second_sigterm_ends_a_drain_at_once_with_143(server, engine):
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
         )
-        wait_until(lambda: bool(engine.running))
+        wait_until(lambda: bool(engine.running), WAIT_S)
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: not accepts(server.port))
+        wait_until(lambda: not accepts(server.port), WAIT_S)
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(WAIT_S) == 128 + signal.SIGTERM  # well before the drain's own end

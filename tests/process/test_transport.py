@@ -4,11 +4,12 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from waiting import wait_until
 
 from minisgl.errors import AddressInUse, EngineStartError, ProtocolError
 from minisgl.protocol import MAX_FRAME_BYTES, Abort, Heartbeat, Hello, Pong, Stop
@@ -25,6 +26,8 @@ from minisgl.transport import (
     memory_pair,
 )
 
+WAIT_S = 3.0
+
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context]:
@@ -36,7 +39,7 @@ def context() -> Iterator[zmq.Context]:
 def real_pair(tmp_path: Path, context: zmq.Context):
     address = f"ipc://{tmp_path}/pair"
     ends = PairChannel(context, address, bind=True), PairChannel(context, address, bind=False)
-    wait_for(lambda: can_send(ends[0]))
+    wait_until(lambda: can_send(ends[0]), WAIT_S)
     assert ends[1].receive(1.0) == Stop()
     return ends
 
@@ -47,13 +50,6 @@ def can_send(channel: PairChannel) -> bool:
     except ChannelBlocked:
         return False
     return True
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 3) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("kind", ["sockets", "memory"])
@@ -108,7 +104,7 @@ def test_server_answers_each_client_and_notices_who_left(tmp_path: Path, context
             names[message.protocol_version] = name
         return len(names) == 3
 
-    wait_for(greet_one)
+    wait_until(greet_one, WAIT_S)
     for i in range(3):
         assert server.send(names[i], Pong(i, 0))
         assert clients[i].receive(1.0) == Pong(i, 0)
@@ -121,7 +117,7 @@ def test_server_answers_each_client_and_notices_who_left(tmp_path: Path, context
             return True
         return False
 
-    wait_for(is_gone)
+    wait_until(is_gone, WAIT_S)
     assert server.send(names[2], Pong(2, 1))
     for closing in (server, *clients):
         closing.close()
@@ -141,7 +137,7 @@ def test_server_gets_a_malformed_frame_as_an_error(tmp_path: Path, context: zmq.
             received.append(got[1])
         return len(received) == 2
 
-    wait_for(take_one)
+    wait_until(take_one, WAIT_S)
     assert all(isinstance(message, ProtocolError) for message in received)
     raw.close(0)
     server.close()
