@@ -13,6 +13,7 @@ from minisgl.batch_call import BatchCall, Progress
 from minisgl.client import EngineClient
 from minisgl.config import EngineConfig, engine_arguments
 from minisgl.core import SamplingParams
+from minisgl.detokenizer import TextDecoder
 from minisgl.errors import InvalidRequest, ModelLoadError
 from minisgl.model_folder import ModelFolder, resolve_model
 from minisgl.request_builder import RequestBuilder, check_single, list_params, list_prompts
@@ -70,6 +71,13 @@ class LLM:
         if self._encoder is None:
             raise ModelLoadError(f"{self._model_path} has no tokenizer")
         return self._encoder.tokenizer
+
+    @property
+    def decoder(self) -> TextDecoder:
+        """What makes text and bytes of token ids. Raises ModelLoadError as `tokenizer`."""
+        if self._decoder is None:
+            raise ModelLoadError(f"{self._model_path} has no tokenizer")
+        return self._decoder
 
     def generate(
         self,

@@ -6,10 +6,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from minisgl.detokenizer import TextDecoder
 from minisgl.errors import Overloaded
 from minisgl.llm import LLM
 from minisgl.server.errors import ApiError, bad_request
@@ -35,11 +33,6 @@ class Service:
         self.created = int(time.time())
         self._num_samples = 0  # admitted and not ended
         self._encoders = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="minisgl-encode")
-
-    @cached_property
-    def decoder(self) -> TextDecoder:
-        """Tells the bytes of single tokens. Raises ModelLoadError where the model has no tokenizer."""
-        return TextDecoder(self.llm.tokenizer)
 
     async def run(self, function: Any, *arguments: Any) -> Any:
         """Call something slow on another thread."""
@@ -145,7 +138,7 @@ class Answer:
         """The log-probabilities of one delta, in the shape of the call's kind."""
         if self.call.params.logprobs is None:
             return None
-        get_bytes = self.service.decoder.get_bytes
+        get_bytes = self.service.llm.decoder.get_bytes
         if self.call.is_chat:
             return chat_logprobs(delta["logprobs"], get_bytes)
         offset = self._num_characters.get(delta["index"], 0)
