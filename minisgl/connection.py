@@ -190,13 +190,15 @@ class Connection:
                     if not self._receive():
                         break
         finally:  # whatever else came, these came before it
-            if self._unread:
+            has_outputs = bool(self._unread)
+            if has_outputs:
                 self._deliver()
         if is_gone:
             assert self._child is not None
             raise EngineDead(f"the engine ended: {self._child.describe_exit()}")
         self._fill_window()
-        time.sleep(min(REST_SHARE * (time.monotonic() - started), REST_LIMIT_S))
+        if has_outputs:
+            time.sleep(min(REST_SHARE * (time.monotonic() - started), REST_LIMIT_S))
 
     def _run_commands(self) -> None:
         while self._commands:

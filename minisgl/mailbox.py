@@ -114,8 +114,7 @@ class Turns:
     def add(self, mailbox: AsyncMailbox) -> None:
         """Give it a turn after those that are due. May be called on any thread."""
         loop = self._loop()
-        if loop is None or loop.is_closed():
-            self._due.clear()
+        if loop is None:
             return
         # Both flags are cleared before what they stand for is looked at: who finds one set is seen.
         if not mailbox.is_due:
