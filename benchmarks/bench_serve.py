@@ -28,17 +28,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Client:
-    """One connection with one request."""
+    """One connection with one streamed completion."""
 
-    def __init__(self, port: int, head: str, body: bytes = b""):
-        self._port, self._head, self._body = port, head, body
+    def __init__(self, port: int, body: bytes):
+        self._port, self._body = port, body
         self.has_begun = asyncio.Event()  # to receive tokens
         self.num_events = 0  # with tokens
 
     async def run(self) -> None:
         """Send the request and read to the end."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=2**20)
-        writer.write(f"{self._head} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n".encode())
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n")
         writer.write(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(self._body) + self._body)
         rest = b""
         while chunk := await reader.read(2**16):
@@ -69,9 +69,9 @@ def bound_quantile(earlier: dict[float, float], later: dict[float, float], share
 
 async def measure(port: int, num_streams: int, max_tokens: int) -> dict[str, float]:
     body = json.dumps({"prompt": [7], "max_tokens": max_tokens, "stream": True, "ignore_eos": True}).encode()
-    await Client(port, "POST /v1/completions", body).run()
+    await Client(port, body).run()
     at_start = await read_lags(port)
-    clients = [Client(port, "POST /v1/completions", body) for _ in range(num_streams)]
+    clients = [Client(port, body) for _ in range(num_streams)]
     started = time.perf_counter()
     tasks = [asyncio.create_task(client.run()) for client in clients]
     await asyncio.gather(*(client.has_begun.wait() for client in clients))

@@ -32,9 +32,8 @@ PART_S = 60
 START_S = 120
 REST_S = 60  # for the server to come to rest when its clients are gone
 REPLY_S = 120
-MAX_GROWTH_BYTES = (
-    32 * 2**20
-)  # of a process at rest, from the first part to the last; one leaked large body is half of it
+# Of a process at rest, from the first part to the last. One leaked large body is half of it.
+MAX_GROWTH_BYTES = 32 * 2**20
 LARGE_BYTES = 17 * 2**20
 STEP_BYTES = 512  # what a slow client reads at once
 
